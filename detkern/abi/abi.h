@@ -1,0 +1,109 @@
+/* The C ABI between detkern and its shared libraries (the CPU one here; MUSA's and Ascend's later).
+ *
+ * A library exports the functions at the end. Every descriptor begins with its own size in bytes, so that a library can
+ * refuse one that it does not know. Strides are in elements of the operand's own type and may be zero or negative;
+ * pointers give element [0, ..., 0] and may have any alignment. abi/mirror.py repeats these types in ctypes. */
+#ifndef DETKERN_ABI_H
+#define DETKERN_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DETKERN_ABI_VERSION 1
+#define DETKERN_MAX_BATCH_RANK 8
+#define DETKERN_EXPORT __attribute__((visibility("default")))
+
+enum detkern_dtype {
+  DETKERN_F32 = 1,
+  DETKERN_F16 = 2,
+  DETKERN_BF16 = 3,
+  DETKERN_E4M3 = 4,
+  DETKERN_E5M2 = 5,
+};
+
+enum detkern_contract {
+  DETKERN_FMA = 1,
+  DETKERN_MMA16 = 2,
+  DETKERN_MMA8 = 3,
+  DETKERN_TREE = 4,
+  DETKERN_TREE_MMA16 = 5,
+  DETKERN_FP8_BLOCK128 = 6,
+};
+
+enum detkern_status {
+  DETKERN_OK = 0,
+  DETKERN_INVALID = 1,      /* a descriptor that the library does not understand */
+  DETKERN_UNSUPPORTED = 2,  /* a contract, type or size that it does not offer */
+  DETKERN_OUT_OF_MEMORY = 3,
+  DETKERN_DEVICE_FAULT = 4,
+};
+
+/* What the library is. */
+typedef struct {
+  uint64_t size;
+  int32_t abi_version;
+  int32_t host_memory;  /* 1 where the pointers are host pointers */
+  uint64_t gemm_offers; /* bit (contract * 8 + dtype) is set where detkern_gemm takes that pair */
+  char name[64];        /* backend and build, for people */
+} detkern_capabilities;
+
+/* out[batch, m, n] = contract(a[batch, m, k], b[batch, k, n]) (+ out) (+ bias[n]) */
+typedef struct {
+  uint64_t size;
+  int32_t contract;
+  int32_t operand_dtype;
+  int32_t out_dtype;
+  int32_t bias_dtype; /* 0: no bias */
+  int32_t accumulate; /* 1: the chain starts at out (f32), or a tree's root is added to it */
+  int32_t batch_rank;
+  int32_t device;
+  int32_t threads; /* CPU libraries: at most this many; 0: one */
+  int64_t m, n, k;
+  int64_t batch_shape[DETKERN_MAX_BATCH_RANK];
+  int64_t a_batch_strides[DETKERN_MAX_BATCH_RANK];
+  int64_t b_batch_strides[DETKERN_MAX_BATCH_RANK];
+  int64_t out_batch_strides[DETKERN_MAX_BATCH_RANK];
+  int64_t a_row_stride, a_col_stride;
+  int64_t b_row_stride, b_col_stride;
+  int64_t out_row_stride, out_col_stride;
+  int64_t bias_stride;
+  const void *a, *b;
+  void *out;
+  const void *bias;
+  void *stream;
+} detkern_gemm_descriptor;
+
+/* out[m, n] = chain over blocks of 128 k of fma(scale_a[m, block] * scale_b[block, n], block product, acc) */
+typedef struct {
+  uint64_t size;
+  int32_t a_dtype, b_dtype; /* DETKERN_E4M3 or DETKERN_E5M2, in any pairing; the scales are f32 */
+  int32_t out_dtype;
+  int32_t accumulate;
+  int32_t device;
+  int32_t threads;
+  int64_t m, n, k;
+  int64_t a_row_stride, a_col_stride;
+  int64_t scale_a_row_stride, scale_a_col_stride;
+  int64_t b_row_stride, b_col_stride;
+  int64_t scale_b_row_stride, scale_b_col_stride;
+  int64_t out_row_stride, out_col_stride;
+  const void *a, *scale_a, *b, *scale_b;
+  void *out;
+  void *stream;
+} detkern_block_scaled_descriptor;
+
+/* Every function returns a detkern_status, detkern_abi_version and detkern_last_error aside. The last error is the
+ * calling thread's, valid until its next call. */
+DETKERN_EXPORT int32_t detkern_abi_version(void);
+DETKERN_EXPORT const char *detkern_last_error(void);
+DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabilities);
+DETKERN_EXPORT int32_t detkern_gemm(const detkern_gemm_descriptor *descriptor);
+DETKERN_EXPORT int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor *descriptor);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,107 @@
+"""Process defaults and their environment variables. Shown by `detkern info`.
+
+Set them as module attributes (`detkern.config.contract = "mma16"`); a wrong value raises ArgumentError at once. They
+are read at each call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .contracts import Contract, get_contract
+from .dtypes import DTYPES, DType, by_name
+from .errors import ArgumentError, DetkernError
+
+__all__ = ["cache_dir", "configured_contract", "contract", "num_threads"]
+
+# What is used where a call names no contract: a contract's name (it binds the operand types that it lists), a mapping
+# from type names to contract names, or None for the default of type and device. DETKERN_CONTRACT ("mma16",
+# "f32=fma,bf16=tree").
+contract: str | Mapping[str, str] | None
+# Threads that one call of the CPU backend may use; None: as many as the process may run on. DETKERN_NUM_THREADS.
+num_threads: int | None
+# Where compiled kernels are kept; None: the user's cache folder. DETKERN_CACHE_DIR.
+cache_dir: Path | None
+
+
+def _parse_contract(value: Any) -> dict[DType, Contract]:
+    if value is None:
+        return {}
+    if isinstance(value, str) and "=" in value:
+        pairs = [part.partition("=") for part in value.split(",")]
+        value = {name.strip(): wanted.strip() for name, _, wanted in pairs}
+    if isinstance(value, str):
+        chosen = get_contract(value)
+        return {dtype: chosen for dtype in chosen.operands}
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"contract must be a contract's name, a mapping of type names to names, or None, not {value!r}")
+    result = {}
+    for type_name, contract_name in value.items():
+        dtype = by_name(type_name)
+        if dtype is None:
+            known = ", ".join(d.short for d in DTYPES)
+            raise ArgumentError(f"contract: {type_name!r} is no operand type; the types are {known}")
+        chosen = get_contract(contract_name)
+        if dtype not in chosen.operands:
+            takes = ", ".join(d.short for d in chosen.operands)
+            raise ArgumentError(f"contract: {chosen.name} does not take {dtype.short}; it takes {takes}")
+        result[dtype] = chosen
+    return result
+
+
+def _parse_threads(value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ArgumentError(f"num_threads must be a whole number of at least 1, or None, not {value!r}")
+    return count
+
+
+def configured_contract(dtype: DType) -> Contract | None:
+    """The process default for operands of `dtype`, or None where none is set."""
+    return _bound.get(dtype)
+
+
+_bound: dict[DType, Contract] = {}
+
+
+class _Config(ModuleType):
+    """The module's own type: assignments are checked before they take effect."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "contract":
+            global _bound
+            _bound = _parse_contract(value)
+        elif name == "num_threads":
+            value = _parse_threads(value)
+        elif name == "cache_dir":
+            value = None if value is None else Path(value).expanduser()
+        elif not name.startswith("_"):
+            raise ArgumentError(f"detkern.config has no setting {name!r}; it has contract, num_threads and cache_dir")
+        super().__setattr__(name, value)
+
+
+def _from_environment() -> None:
+    module = sys.modules[__name__]
+    module.__class__ = _Config
+    for name, variable in (
+        ("contract", "DETKERN_CONTRACT"),
+        ("num_threads", "DETKERN_NUM_THREADS"),
+        ("cache_dir", "DETKERN_CACHE_DIR"),
+    ):
+        try:
+            setattr(module, name, os.environ.get(variable) or None)
+        except DetkernError as error:
+            raise type(error)(f"{variable}: {error}") from None
+
+
+_from_environment()

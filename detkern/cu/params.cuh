@@ -1,0 +1,44 @@
+// The one argument of every GEMM kernel, passed by value as __grid_constant__. cu/launch.py packs the same fields in the
+// same order; strides are in elements of the operand's own type, of any sign, zero where broadcast.
+#pragma once
+
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+
+constexpr int MAX_BATCH_RANK = 8;
+
+// The values of detkern_dtype in abi/abi.h.
+enum DType : int32_t { NONE = 0, F32 = 1, F16 = 2, BF16 = 3, E4M3 = 4, E5M2 = 5 };
+
+// How an operand's tile comes from global memory.
+enum Load : int32_t {
+  STRIDED = 0,  // any strides and alignment, element by element
+  K_MAJOR = 1,  // k is contiguous; rows start at multiples of 16 bytes
+  MN_MAJOR = 2, // m (of A) or n (of B) is contiguous; k rows start at multiples of 16 bytes
+};
+
+struct GemmParams {
+  const void* a;
+  const void* b;
+  void* out;
+  const void* bias;
+  void* scratch;
+  int64_t m, n, k;
+  int64_t a_row, a_col;
+  int64_t b_row, b_col;
+  int64_t out_row, out_col;
+  int64_t bias_stride;
+  int32_t out_dtype;   // F32, F16 or BF16
+  int32_t bias_dtype;  // NONE: no bias
+  int32_t accumulate;  // 1: the chain starts at out (f32); a tree's root is added to it
+  int32_t batch_rank;
+  int64_t batch_shape[MAX_BATCH_RANK];
+  int64_t a_batch[MAX_BATCH_RANK];
+  int64_t b_batch[MAX_BATCH_RANK];
+  int64_t out_batch[MAX_BATCH_RANK];
+};

@@ -1,0 +1,151 @@
+"""One frozen dataclass per op: everything that a backend needs to choose and launch a kernel, except the pointers.
+
+A problem is hashable, so it is the key of every cache of launch plans. All strides are in elements of the operand's own
+type and may be zero or negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .contracts import Contract
+from .dtypes import DType
+from .tensors import Device, TensorView
+
+__all__ = ["BlockScaledProblem", "GemmProblem", "Matrix", "Vector", "block_scaled_problem", "gemm_problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A stack of matrices in memory. `alignment` is the largest power of two, at most 16, that divides the address."""
+
+    dtype: DType
+    batch_strides: tuple[int, ...]
+    row_stride: int
+    col_stride: int
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector in memory."""
+
+    dtype: DType
+    stride: int
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class GemmProblem:
+    """out[*batch, m, n] = contract(a[*batch, m, k], b[*batch, k, n]) (+ out) (+ bias[n]).
+
+    Batch dimensions are merged as far as the strides allow; a batch over which `b` is broadcast is merged into `m` where
+    the rows of `a` and `out` line up.
+    """
+
+    contract: Contract
+    device: Device
+    batch: tuple[int, ...]
+    m: int
+    n: int
+    k: int
+    a: Matrix
+    b: Matrix
+    out: Matrix
+    bias: Vector | None
+    accumulate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaledProblem:
+    """out[m, n] = sum over blocks of 128 k of scale_a[m, block] * scale_b[block, n] * block product (+ out).
+
+    The row and column strides of the scales follow that notation; a stride may be zero.
+    """
+
+    contract: Contract
+    device: Device
+    m: int
+    n: int
+    k: int
+    a: Matrix
+    scale_a: Matrix
+    b: Matrix
+    scale_b: Matrix
+    out: Matrix
+    accumulate: bool
+
+
+def _alignment(pointer: int) -> int:
+    return min(pointer & -pointer, 16) or 16
+
+
+def _matrix(view: TensorView, batch_strides: tuple[int, ...]) -> Matrix:
+    return Matrix(view.dtype, batch_strides, view.strides[-2], view.strides[-1], _alignment(view.pointer))
+
+
+def gemm_problem(
+    contract: Contract, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, accumulate: bool
+) -> GemmProblem:
+    """The problem of views that already fit: a [*batch, M, K], b [*batch, K, N], out [*batch, M, N] with the same number
+    of dimensions (broadcast ones have stride 0), bias [N]."""
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    batch = [
+        (size, sa, sb, so)
+        for size, sa, sb, so in zip(out.shape[:-2], a.strides[:-2], b.strides[:-2], out.strides[:-2], strict=True)
+        if size != 1
+    ]
+    merged: list[tuple[int, int, int, int]] = []
+    for size, sa, sb, so in batch:
+        if merged and merged[-1][1:] == (size * sa, size * sb, size * so):
+            merged[-1] = (merged[-1][0] * size, sa, sb, so)
+        else:
+            merged.append((size, sa, sb, so))
+    a_row, out_row = a.strides[-2], out.strides[-2]
+    if merged and merged[-1][2] == 0:
+        size, sa, _, so = merged[-1]
+        if m == 1:
+            m, a_row, out_row = size, sa, so
+            merged.pop()
+        elif sa == m * a_row and so == m * out_row:
+            m *= size
+            merged.pop()
+    sizes, a_strides, b_strides, out_strides = zip(*merged, strict=True) if merged else ((), (), (), ())
+    return GemmProblem(
+        contract=contract,
+        device=out.device,
+        batch=sizes,
+        m=m,
+        n=n,
+        k=k,
+        a=Matrix(a.dtype, a_strides, a_row, a.strides[-1], _alignment(a.pointer)),
+        b=_matrix(b, b_strides),
+        out=Matrix(out.dtype, out_strides, out_row, out.strides[-1], _alignment(out.pointer)),
+        bias=None if bias is None else Vector(bias.dtype, bias.strides[0], _alignment(bias.pointer)),
+        accumulate=accumulate,
+    )
+
+
+def block_scaled_problem(
+    contract: Contract,
+    a: TensorView,
+    scale_a: TensorView,
+    b: TensorView,
+    scale_b: TensorView,
+    out: TensorView,
+    accumulate: bool,
+) -> BlockScaledProblem:
+    """The problem of views that already fit: a [M, K], scale_a [M, K/128], b [K, N], scale_b [K/128, N], out [M, N]."""
+    return BlockScaledProblem(
+        contract=contract,
+        device=out.device,
+        m=out.shape[0],
+        n=out.shape[1],
+        k=a.shape[1],
+        a=_matrix(a, ()),
+        scale_a=_matrix(scale_a, ()),
+        b=_matrix(b, ()),
+        scale_b=_matrix(scale_b, ()),
+        out=_matrix(out, ()),
+        accumulate=accumulate,
+    )
