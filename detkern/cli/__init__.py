@@ -1,0 +1,1 @@
+"""The command line: `detkern info | verify | replay | fingerprint`."""
