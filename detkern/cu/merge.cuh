@@ -1,0 +1,128 @@
+// The online merge of a mid-split tree: leaves come in order, and each node is added as soon as its right child is done.
+//
+// Shape. Node [lo, hi) splits at lo + (hi - lo) // 2, so the right child has the half rounded up, and a node of depth d
+// whose path from the root spells the bits b0 .. b(d-1) has floor((L + b0 + 2 b1 + .. + 2^(d-1) b(d-1)) / 2^d) leaves. At
+// depth D = floor(log2 L) that is 1 or 2: the tree is a perfect one of 2^D bottom nodes, of which number j is a pair
+// exactly when L - 2^D + bitreverse_D(j) >= 2^D. So after bottom node j as many nodes end as j has trailing ones, as in a
+// binary counter, and nothing has to be stored about the tree, whatever L is.
+//
+// Memory. At most ceil(log2 L) left children wait at a time. The SHARED_LEVELS lowest, which are used most, lie in shared
+// memory (SHARED_LEVELS * WORDS * THREADS * 4 bytes), the others in global scratch, one slot a CTA; none in registers.
+// Scratch bytes = gridDim.x * max(0, ceil(log2 max(L, 1)) - SHARED_LEVELS) * WORDS * THREADS * 4. A thread reads what it
+// wrote itself, so no barrier is needed.
+#pragma once
+
+#include "ptx.cuh"
+
+// The position in a tree of `leaves` leaves (at least 1), walked leaf by leaf.
+class MidSplitWalk {
+ public:
+  DETKERN_INLINE explicit MidSplitWalk(int64_t leaves) : node_(0), inside_pair_(false) {
+    depth_ = 63 - __clzll(leaves);
+    extra_ = leaves - (int64_t(1) << depth_);
+  }
+
+  // Whether the tree has pairs at all: then level 0 of the stack holds the left leaf of a pair.
+  DETKERN_INLINE bool has_pairs() const { return extra_ != 0; }
+
+  // Whether the current leaf is the left one of a pair; if so, it only waits.
+  DETKERN_INLINE bool at_left_of_pair() const {
+    const uint64_t reversed = depth_ == 0 ? 0 : __brevll(node_) >> (64 - depth_);
+    return !inside_pair_ && extra_ + static_cast<int64_t>(reversed) >= (int64_t(1) << depth_);
+  }
+
+  DETKERN_INLINE bool at_right_of_pair() const { return inside_pair_; }
+
+  // How many nodes above the current bottom node end with it.
+  DETKERN_INLINE int nodes_ended() const { return __ffsll(static_cast<int64_t>(~node_)) - 1; }
+
+  DETKERN_INLINE bool at_last_node() const { return node_ + 1 == uint64_t(1) << depth_; }
+
+  DETKERN_INLINE void step() {
+    if (at_left_of_pair()) {
+      inside_pair_ = true;
+    } else {
+      inside_pair_ = false;
+      ++node_;
+    }
+  }
+
+ private:
+  uint64_t node_;
+  int64_t extra_;
+  int depth_;
+  bool inside_pair_;
+};
+
+// The waiting left children of one output tile. Each thread gives WORDS words of two 16-bit values a leaf.
+template <int DTYPE, int WORDS, int SHARED_LEVELS, int THREADS>
+class MergeStack {
+ public:
+  static constexpr int LEVEL_BYTES = WORDS * THREADS * 4;
+  static_assert(WORDS % 4 == 0, "levels are moved by 16 bytes a thread");
+
+  // `shared`: the address of SHARED_LEVELS * LEVEL_BYTES, 16-byte aligned; `scratch`: GemmParams::scratch.
+  DETKERN_INLINE MergeStack(int64_t leaves, uint32_t shared, void* scratch)
+      : walk_(leaves), shared_(shared + threadIdx.x * 16) {
+    const int levels = leaves > 1 ? 64 - __clzll(leaves - 1) : 0;
+    const int64_t slot_bytes = static_cast<int64_t>(max(levels - SHARED_LEVELS, 0)) * LEVEL_BYTES;
+    global_ = static_cast<char*>(scratch) + blockIdx.x * slot_bytes + threadIdx.x * 16;
+  }
+
+  // Takes the next leaf and leaves in `value` the largest node that ends with it: after the last leaf, the root.
+  DETKERN_INLINE void push(uint32_t (&value)[WORDS]) {
+    if (walk_.at_left_of_pair()) {
+      put(0, value);
+    } else {
+      if (walk_.at_right_of_pair()) add(0, value);
+      const int bottom = walk_.has_pairs() ? 1 : 0;
+      const int top = bottom + walk_.nodes_ended();
+      for (int level = bottom; level < top; ++level) add(level, value);
+      if (!walk_.at_last_node()) put(top, value);
+    }
+    walk_.step();
+  }
+
+ private:
+  DETKERN_INLINE void put(int level, const uint32_t (&value)[WORDS]) {
+    if (level < SHARED_LEVELS) {
+      const uint32_t target = shared_ + level * LEVEL_BYTES;
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) {
+        store_shared(target + i * THREADS * 4, make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]));
+      }
+    } else {
+      char* target = global_ + (level - SHARED_LEVELS) * static_cast<int64_t>(LEVEL_BYTES);
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) {
+        *reinterpret_cast<uint4*>(target + i * THREADS * 4) =
+            make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]);
+      }
+    }
+  }
+
+  DETKERN_INLINE void add(int level, uint32_t (&value)[WORDS]) {
+    if (level < SHARED_LEVELS) {
+      const uint32_t source = shared_ + level * LEVEL_BYTES;
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) add_words(load_shared_v4(source + i * THREADS * 4), value + i);
+    } else {
+      const char* source = global_ + (level - SHARED_LEVELS) * static_cast<int64_t>(LEVEL_BYTES);
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) {
+        add_words(*reinterpret_cast<const uint4*>(source + i * THREADS * 4), value + i);
+      }
+    }
+  }
+
+  static DETKERN_INLINE void add_words(uint4 left, uint32_t* right) {
+    right[0] = add_pair<DTYPE>(left.x, right[0]);
+    right[1] = add_pair<DTYPE>(left.y, right[1]);
+    right[2] = add_pair<DTYPE>(left.z, right[2]);
+    right[3] = add_pair<DTYPE>(left.w, right[3]);
+  }
+
+  MidSplitWalk walk_;
+  uint32_t shared_;
+  char* global_;
+};

@@ -1,0 +1,156 @@
+// PTX that CUDA C++ has no name for without the toolkit's headers, and the 16-bit arithmetic of the contracts. Section
+// numbers are those of the PTX ISA 8.x.
+#pragma once
+
+#include "params.cuh"
+
+#define DETKERN_INLINE __device__ __forceinline__
+
+// ---- shared memory ------------------------------------------------------------------------------------------------
+
+DETKERN_INLINE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+DETKERN_INLINE void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+DETKERN_INLINE void store_shared(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+DETKERN_INLINE uint4 load_shared_v4(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// ---- asynchronous copies (9.7.9.25.3) -----------------------------------------------------------------------------
+
+// Copies `bytes` (0 to 16) of a 16-byte aligned chunk and fills the rest of the 16 with zeros; nothing is read for 0.
+DETKERN_INLINE void copy_async_16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+DETKERN_INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's latest groups are in flight.
+template <int PENDING>
+DETKERN_INLINE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- matrix fragments (9.7.14.5) ----------------------------------------------------------------------------------
+
+DETKERN_INLINE void load_matrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
+DETKERN_INLINE void load_matrix_x4_transposed(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
+// acc += A B on a 16 x 8 tile, one step of 16 k: A 16 x 16 by rows, B 16 x 8 by columns.
+template <int DTYPE>
+DETKERN_INLINE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(DTYPE == F16 || DTYPE == BF16, "mma.sync m16n8k16 is used for f16 and bf16");
+  if constexpr (DTYPE == BF16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// acc += A B on a 16 x 8 tile, one step of 8 k: A 16 x 8 by rows, B 8 x 8 by columns.
+template <int DTYPE>
+DETKERN_INLINE void mma_m16n8k8(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  static_assert(DTYPE == F16 || DTYPE == BF16, "mma.sync m16n8k8 is used for f16 and bf16");
+  if constexpr (DTYPE == BF16) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(b0));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(b0));
+  }
+}
+
+// ---- 16-bit numbers -----------------------------------------------------------------------------------------------
+
+// The binary32 value of a 16-bit number, exactly; subnormals kept.
+template <int DTYPE>
+DETKERN_INLINE float upcast(uint32_t bits) {
+  static_assert(DTYPE == F16 || DTYPE == BF16, "upcast takes 16-bit numbers");
+  float value;
+  if constexpr (DTYPE == BF16) {
+    value = __uint_as_float(bits << 16);
+  } else {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(bits)));
+  }
+  return value;
+}
+
+// The binary32 values of the low and the high half of a word.
+template <int DTYPE>
+DETKERN_INLINE float upcast_low(uint32_t pair) {
+  return upcast<DTYPE>(DTYPE == BF16 ? pair : pair & 0xffffu);
+}
+
+template <int DTYPE>
+DETKERN_INLINE float upcast_high(uint32_t pair) {
+  if constexpr (DTYPE == BF16) {
+    return __uint_as_float(pair & 0xffff0000u);
+  } else {
+    return upcast<DTYPE>(pair >> 16);
+  }
+}
+
+// Two binary32 values rounded to nearest even to 16 bits each (9.7.9.21); a NaN becomes 0x7fff.
+template <int DTYPE>
+DETKERN_INLINE uint32_t round_pair(float low, float high) {
+  static_assert(DTYPE == F16 || DTYPE == BF16, "round_pair gives 16-bit numbers");
+  uint32_t pair;
+  if constexpr (DTYPE == BF16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+template <int DTYPE>
+DETKERN_INLINE uint16_t round_one(float value) {
+  return static_cast<uint16_t>(round_pair<DTYPE>(value, 0.0f));
+}
+
+// Two 16-bit sums, each as if added in binary32 and rounded: 24 >= 2p + 2 makes the double rounding innocuous (p = 11, 8;
+// Figueroa 1995), and sums too small for normal numbers are exact. bf16 has an add of its own from sm_90 on only, so its
+// sum is left * 1 + right, which rounds once as well; a NaN becomes 0x7fff.
+template <int DTYPE>
+DETKERN_INLINE uint32_t add_pair(uint32_t left, uint32_t right) {
+  static_assert(DTYPE == F16 || DTYPE == BF16, "add_pair takes 16-bit numbers");
+  uint32_t sum;
+  if constexpr (DTYPE == BF16) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(left), "r"(0x3f803f80u), "r"(right));
+  } else {
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(left), "r"(right));
+  }
+  return sum;
+}
