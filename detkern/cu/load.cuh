@@ -1,23 +1,23 @@
 // Copies of operand tiles from global to shared memory, in chunks of 16 bytes that cp.async can move.
 //
-// A tile is LINES lines of ALONG chunks. A line runs along the contiguous dimension: a row (column) of A (B) over TILE_K
-// for K_MAJOR, a k over TILE_MN for MN_MAJOR. STRIDED has the shape of K_MAJOR, gathers each chunk element by element and
+// A tile is LINES lines of ALONG chunks. A line runs along the contiguous dimension: a row (column) of A (B) over EXTENT_K
+// for K_MAJOR, a k over EXTENT_MN for MN_MAJOR. STRIDED has the shape of K_MAJOR, gathers each chunk element by element and
 // stores it before `copy` returns, so that whatever barrier orders the asynchronous copies orders it as well. What lies
 // outside the operand is zero.
 #pragma once
 
 #include "ptx.cuh"
 
-template <int LOAD, typename Element, int TILE_MN, int TILE_K, int THREADS>
+template <int LOAD, typename Element, int EXTENT_MN, int EXTENT_K, int THREAD_COUNT>
 class TileCopy {
  public:
   static constexpr int CHUNK = 16 / sizeof(Element);  // elements
-  static constexpr int ALONG = (LOAD == MN_MAJOR ? TILE_MN : TILE_K) / CHUNK;
-  static constexpr int LINES = LOAD == MN_MAJOR ? TILE_K : TILE_MN;
-  static constexpr int LINES_PER_PASS = THREADS / ALONG;
+  static constexpr int ALONG = (LOAD == MN_MAJOR ? EXTENT_MN : EXTENT_K) / CHUNK;
+  static constexpr int LINES = LOAD == MN_MAJOR ? EXTENT_K : EXTENT_MN;
+  static constexpr int LINES_PER_PASS = THREAD_COUNT / ALONG;
   static constexpr int PASSES = (LINES + LINES_PER_PASS - 1) / LINES_PER_PASS;
-  static_assert(THREADS % ALONG == 0, "a pass must cover whole lines");
-  static_assert((LOAD == MN_MAJOR ? TILE_MN : TILE_K) % CHUNK == 0, "a line must be whole chunks");
+  static_assert(THREAD_COUNT % ALONG == 0, "a pass must cover whole lines");
+  static_assert((LOAD == MN_MAJOR ? EXTENT_MN : EXTENT_K) % CHUNK == 0, "a line must be whole chunks");
 
   // The tiles whose first line or element in M (N) is `mn0`, from k = 0 on. `origin` is the operand's element [0, 0] in
   // this batch, `mn_stride` and `k_stride` are in elements, `mn_size` and `k_size` the operand's sizes.
@@ -42,7 +42,7 @@ class TileCopy {
   // offset of a chunk from `stage`, a multiple of 16.
   template <typename Place>
   DETKERN_INLINE void copy(uint32_t stage, Place place) {
-    const int k_in_tile = clamp(k_left_, TILE_K);
+    const int k_in_tile = clamp(k_left_, EXTENT_K);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int line = line_ + pass * LINES_PER_PASS;
@@ -60,8 +60,8 @@ class TileCopy {
         }
       }
     }
-    k_left_ -= TILE_K;
-    pointer_ += TILE_K * k_stride_;
+    k_left_ -= EXTENT_K;
+    pointer_ += EXTENT_K * k_stride_;
   }
 
  private:

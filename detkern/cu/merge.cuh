@@ -6,9 +6,9 @@
 // exactly when L - 2^D + bitreverse_D(j) >= 2^D. So after bottom node j as many nodes end as j has trailing ones, as in a
 // binary counter, and nothing has to be stored about the tree, whatever L is.
 //
-// Memory. At most ceil(log2 L) left children wait at a time. The SHARED_LEVELS lowest, which are used most, lie in shared
-// memory (SHARED_LEVELS * WORDS * THREADS * 4 bytes), the others in global scratch, one slot a CTA; none in registers.
-// Scratch bytes = gridDim.x * max(0, ceil(log2 max(L, 1)) - SHARED_LEVELS) * WORDS * THREADS * 4. A thread reads what it
+// Memory. At most ceil(log2 L) left children wait at a time. The LEVELS_IN_SHARED lowest, which are used most, lie in shared
+// memory (LEVELS_IN_SHARED * WORDS * THREAD_COUNT * 4 bytes), the others in global scratch, one slot a CTA; none in registers.
+// Scratch bytes = gridDim.x * max(0, ceil(log2 max(L, 1)) - LEVELS_IN_SHARED) * WORDS * THREAD_COUNT * 4. A thread reads what it
 // wrote itself, so no barrier is needed.
 #pragma once
 
@@ -55,17 +55,17 @@ class MidSplitWalk {
 };
 
 // The waiting left children of one output tile. Each thread gives WORDS words of two 16-bit values a leaf.
-template <int DTYPE, int WORDS, int SHARED_LEVELS, int THREADS>
+template <int DTYPE, int WORDS, int LEVELS_IN_SHARED, int THREAD_COUNT>
 class MergeStack {
  public:
-  static constexpr int LEVEL_BYTES = WORDS * THREADS * 4;
+  static constexpr int LEVEL_BYTES = WORDS * THREAD_COUNT * 4;
   static_assert(WORDS % 4 == 0, "levels are moved by 16 bytes a thread");
 
-  // `shared`: the address of SHARED_LEVELS * LEVEL_BYTES, 16-byte aligned; `scratch`: GemmParams::scratch.
+  // `shared`: the address of LEVELS_IN_SHARED * LEVEL_BYTES, 16-byte aligned; `scratch`: GemmParams::scratch.
   DETKERN_INLINE MergeStack(int64_t leaves, uint32_t shared, void* scratch)
       : walk_(leaves), shared_(shared + threadIdx.x * 16) {
     const int levels = leaves > 1 ? 64 - __clzll(leaves - 1) : 0;
-    const int64_t slot_bytes = static_cast<int64_t>(max(levels - SHARED_LEVELS, 0)) * LEVEL_BYTES;
+    const int64_t slot_bytes = static_cast<int64_t>(max(levels - LEVELS_IN_SHARED, 0)) * LEVEL_BYTES;
     global_ = static_cast<char*>(scratch) + blockIdx.x * slot_bytes + threadIdx.x * 16;
   }
 
@@ -85,32 +85,32 @@ class MergeStack {
 
  private:
   DETKERN_INLINE void put(int level, const uint32_t (&value)[WORDS]) {
-    if (level < SHARED_LEVELS) {
+    if (level < LEVELS_IN_SHARED) {
       const uint32_t target = shared_ + level * LEVEL_BYTES;
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
-        store_shared(target + i * THREADS * 4, make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]));
+        store_shared(target + i * THREAD_COUNT * 4, make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]));
       }
     } else {
-      char* target = global_ + (level - SHARED_LEVELS) * static_cast<int64_t>(LEVEL_BYTES);
+      char* target = global_ + (level - LEVELS_IN_SHARED) * static_cast<int64_t>(LEVEL_BYTES);
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
-        *reinterpret_cast<uint4*>(target + i * THREADS * 4) =
+        *reinterpret_cast<uint4*>(target + i * THREAD_COUNT * 4) =
             make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]);
       }
     }
   }
 
   DETKERN_INLINE void add(int level, uint32_t (&value)[WORDS]) {
-    if (level < SHARED_LEVELS) {
+    if (level < LEVELS_IN_SHARED) {
       const uint32_t source = shared_ + level * LEVEL_BYTES;
 #pragma unroll
-      for (int i = 0; i < WORDS; i += 4) add_words(load_shared_v4(source + i * THREADS * 4), value + i);
+      for (int i = 0; i < WORDS; i += 4) add_words(load_shared_v4(source + i * THREAD_COUNT * 4), value + i);
     } else {
-      const char* source = global_ + (level - SHARED_LEVELS) * static_cast<int64_t>(LEVEL_BYTES);
+      const char* source = global_ + (level - LEVELS_IN_SHARED) * static_cast<int64_t>(LEVEL_BYTES);
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
-        add_words(*reinterpret_cast<const uint4*>(source + i * THREADS * 4), value + i);
+        add_words(*reinterpret_cast<const uint4*>(source + i * THREAD_COUNT * 4), value + i);
       }
     }
   }
