@@ -1,0 +1,135 @@
+// Contracts mma16 (MMA_K = 16, mma.sync.m16n8k16, sm_90 and newer) and mma8 (MMA_K = 8, mma.sync.m16n8k8, sm_80 to sm_89), f16
+// and bf16: every output is one ascending chain of tensor-core steps over the whole of K, from +0 or from out.
+//
+// Tile. TILE_M x TILE_N outputs a CTA, (TILE_M / WARPS_M) x (TILE_N / WARPS_N) a warp, both powers of two, at least 16. TILE_K
+// (a multiple of 32) k a stage, STAGES of them in flight (cp.async); K's last tile is filled up with zeros, which change no
+// bit. Fragments (ldmatrix) are loaded one step of 16 k ahead.
+// Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), the tile count being
+// batch * ceil(m / TILE_M) * ceil(n / TILE_N).
+// Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K,
+//                                 WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8)). Scratch: none.
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K, SMEM_BYTES.
+#include "mma_epilogue.cuh"
+#include "mma_tile.cuh"
+
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARP_M = TILE_M / WARPS_M;
+constexpr int WARP_N = TILE_N / WARPS_N;
+constexpr int BLOCKS_M = WARP_M / 16;
+constexpr int BLOCKS_N = WARP_N / 16;
+constexpr int STEPS = TILE_K / 16;
+constexpr int BAND = TILE_N > TILE_M ? 16 : 8;  // a wave of CTAs covers about as many rows as columns
+
+using LayoutA = TileLayout<LOAD_A, TILE_M, TILE_K>;
+using LayoutB = TileLayout<LOAD_B, TILE_N, TILE_K>;
+using CopyA = TileCopy<LOAD_A, uint16_t, TILE_M, TILE_K, THREADS>;
+using CopyB = TileCopy<LOAD_B, uint16_t, TILE_N, TILE_K, THREADS>;
+using Store = FragmentStore<WARP_M, WARP_N>;
+
+constexpr int STAGE_BYTES = LayoutA::BYTES + LayoutB::BYTES;
+static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
+static_assert(MMA_K == 8 || MMA_K == 16, "the steps of mma8 and mma16");
+static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows must be a power of two, at least 16");
+static_assert(WARP_N % 16 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 16");
+static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
+static_assert(SMEM_BYTES >= STAGES * STAGE_BYTES && SMEM_BYTES >= WARPS_M * WARPS_N * Store::BYTES, "shared memory");
+
+DETKERN_INLINE void mma_step(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (MMA_K == 16) {
+    mma_m16n8k16<OPERAND>(acc, a, b0, b1);
+  } else {
+    mma_m16n8k8<OPERAND>(acc, a[0], a[1], b0);
+    mma_m16n8k8<OPERAND>(acc, a[2], a[3], b1);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __grid_constant__ GemmParams p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t first_stage = shared_address(shared);
+  const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+  const FragmentAddress<LayoutA> address_a(true, warp_m, lane);
+  const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
+  const int64_t k_tiles = (p.k + TILE_K - 1) / TILE_K;
+
+  const int64_t tiles = tile_count<TILE_M, TILE_N>(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
+    const Epilogue epilogue(p, output.batch);
+    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+                 output.row, p.m, p.k);
+    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+                 output.column, p.n, p.k);
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+      if (stage < k_tiles) {
+        copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{});
+        copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{});
+      }
+      copy_async_commit();
+    }
+
+    float acc[BLOCKS_M][2 * BLOCKS_N][4];
+    const int64_t row = output.row + warp_m + lane / 4, column = output.column + warp_n + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * BLOCKS_N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          acc[i][j][e] = p.accumulate ? epilogue.initial(row + i * 16 + e / 2 * 8, column + j * 8 + e % 2) : 0.0f;
+        }
+      }
+    }
+
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+    uint32_t a[2][BLOCKS_M][4], b[2][BLOCKS_N][4];
+    uint32_t read = first_stage, write = last_stage;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[0][i], read, 0, i);
+#pragma unroll
+    for (int j = 0; j < BLOCKS_N; ++j) address_b.load(b[0][j], read + LayoutA::BYTES, 0, j);
+
+#pragma unroll 1
+    for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const int now = step % 2, next = 1 - now, next_step = (step + 1) % STEPS;
+        if (next_step == 0) {  // every thread has read the stage that this iteration used, and the next one is complete
+          copy_async_wait<STAGES - 2>();
+          __syncthreads();
+          read = read == last_stage ? first_stage : read + STAGE_BYTES;
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[next][i], read, next_step, i);
+#pragma unroll
+        for (int j = 0; j < BLOCKS_N; ++j) address_b.load(b[next][j], read + LayoutA::BYTES, next_step, j);
+        if (step == 0) {
+          if (k_tile + STAGES - 1 < k_tiles) {
+            copy_a.copy(write, LayoutA{});
+            copy_b.copy(write + LayoutA::BYTES, LayoutB{});
+          }
+          copy_async_commit();
+          write = write == last_stage ? first_stage : write + STAGE_BYTES;
+        }
+#pragma unroll
+        for (int j = 0; j < BLOCKS_N; ++j) {
+#pragma unroll
+          for (int i = 0; i < BLOCKS_M; ++i) {
+            mma_step(acc[i][2 * j], a[now][i], b[now][j][0], b[now][j][1]);
+            mma_step(acc[i][2 * j + 1], a[now][i], b[now][j][2], b[now][j][3]);
+          }
+        }
+      }
+    }
+
+    __syncthreads();
+    Store store(epilogue, reinterpret_cast<float*>(shared) + warp * (Store::BYTES / 4), output.row + warp_m,
+                output.column + warp_n, p.out_row == 1 && p.out_col != 1);
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M; ++i) store(i, acc[i]);
+    __syncthreads();
+  }
+}
