@@ -1,0 +1,172 @@
+"""Arrays that detkern knows only by a protocol: `__dlpack__`, or `__cuda_array_interface__` where that is all they have.
+
+A result goes back through the framework's own `from_dlpack` (of its array namespace, else of the top module of its type)
+and is a NumPy or CuPy array where there is none, or where that one cannot take the element type. CUDA work goes to CuPy's
+current stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..backend import Execution
+from ..dtypes import E4M3, F16, F32, DType
+from ..errors import ArgumentError, DTypeError
+from .adapter import Adapter
+from .cupy import cupy_memory, current_stream, exported, external_execution
+from .dlpack import Exported, read
+from .numpy import CPU, host_memory, scratch
+from .streams import cupy_runtime, keep, order, synchronize
+from .types import refuse_type
+from .view import Device, TensorView, contiguous_strides
+
+__all__ = ["CUDA_ARRAY_INTERFACE", "DLPACK"]
+
+
+def _importer(array: Any) -> Any:
+    """The framework's from_dlpack, or None."""
+    namespace = getattr(array, "__array_namespace__", None)
+    if namespace is not None:
+        return getattr(namespace(), "from_dlpack", None)
+    top = type(array).__module__.partition(".")[0]
+    return getattr(sys.modules.get(top), "from_dlpack", None)
+
+
+class _Foreign(Adapter):
+    """What the two protocols share: where work runs, and where results live."""
+
+    def __init__(self) -> None:
+        self._cpu = Execution(CPU, 0, scratch)
+
+    def execution(self, device: Device) -> Execution:
+        if device.kind == "cpu":
+            return self._cpu
+        return external_execution(device, current_stream(cupy_runtime(device), device))
+
+    def empty(
+        self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, execution: Execution
+    ) -> TensorView:
+        device = execution.device
+        if device.kind == "cpu":
+            size = E4M3.itemsize
+            for n in (*shape, dtype.itemsize):
+                size *= n
+            array = host_memory(size, 64).view(dtype.bits).reshape(shape)
+            return TensorView(array.ctypes.data, shape, strides, dtype, device, False, array)
+        array = cupy_memory(shape, dtype.bits, execution)
+        return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)
+
+    def result(self, like: Any, view: TensorView, execution: Execution) -> Any:
+        importer = _importer(like)
+        if importer is not None and 0 not in view.shape:
+            if execution.device.kind == "cpu":
+                array = Exported(view.array, view.dtype, view.array.__dlpack__)
+            else:
+                array = exported(view, execution)
+            try:
+                return importer(array)
+            except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError):
+                pass  # no such element type there
+        return view.array.view(view.dtype.numpy)
+
+    def cast(self, argument: str, dtype: DType) -> str:
+        return f"a cast of {argument} to {dtype.name}"
+
+
+class _DLPack(_Foreign):
+    name = "dlpack"
+
+    def _read(self, array: Any, argument: str, stream: int | None) -> tuple[TensorView, bool]:
+        code, index = array.__dlpack_device__()
+        cast = f"a cast of {argument} to float32"
+        if int(code) in (2, 13):
+            handle = self.execution(Device("cuda", int(index))).stream if stream is None else stream
+            imported = read(array, argument, cast, stream=handle or 1)
+        else:
+            imported = read(array, argument, cast)
+        pointer, shape, strides, dtype, device, readonly, copied, owner = imported
+        return TensorView(pointer, shape, strides, dtype, device, readonly, (array, owner)), copied
+
+    def view(
+        self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
+    ) -> TensorView:
+        return self._read(array, argument, stream)[0]
+
+    def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
+        view, copied = self._read(array, argument, stream)
+        if copied:
+            raise ArgumentError(f"{argument} exports a copy of its memory, so nothing written would reach it")
+        return view
+
+    def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
+        if written:
+            synchronize(execution.device, execution.stream)  # DLPack has no way to name the stream to a later reader
+        else:
+            keep(execution.device, execution.stream, view.array)
+
+
+_CAI_TYPES = {"f4": F32, "f2": F16}
+_CAI_NAMES = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
+
+
+class _CudaArrayInterface(_Foreign):
+    name = "cuda array interface"
+
+    def view(
+        self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
+    ) -> TensorView:
+        return self._strided(array, argument)
+
+    def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
+        return self._strided(array, argument)
+
+    def _strided(self, array: Any, argument: str) -> TensorView:
+        interface = array.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise DTypeError(f"{argument} is masked, and a product has no place for the mask; fill it")
+        typestr = interface["typestr"]
+        dtype = _CAI_TYPES.get(typestr[1:]) if typestr[0] in "<=" else None
+        if dtype is None:
+            if typestr[1] == "V":
+                raise DTypeError(
+                    f"{argument} has the type string {typestr!r}, with which __cuda_array_interface__ cannot say which type of "
+                    "that size it is; export bfloat16 and float8 through __dlpack__"
+                )
+            if typestr[0] == ">":
+                raise DTypeError(f"{argument} is big-endian ({typestr!r}); convert it to the device's byte order")
+            found = f"{_CAI_NAMES.get(typestr[1], typestr)}{int(typestr[2:]) * 8}"
+            raise refuse_type(argument, found, f"a cast of {argument} to float32")
+        pointer, readonly = interface["data"]
+        shape = tuple(interface["shape"])
+        steps = interface.get("strides")
+        if steps is None:
+            strides = contiguous_strides(shape)
+        elif any(step % dtype.itemsize for step in steps):
+            raise ArgumentError(
+                f"{argument}: strides of {tuple(steps)} bytes are no multiples of its {dtype.itemsize}-byte elements; "
+                "give a contiguous array"
+            )
+        else:
+            strides = tuple(step // dtype.itemsize for step in steps)
+        return TensorView(pointer, shape, strides, dtype, self._device(pointer), bool(readonly), array)
+
+    def _device(self, pointer: int) -> Device:
+        runtime = cupy_runtime(Device("cuda")).cuda.runtime
+        return Device("cuda", runtime.pointerGetAttributes(pointer).device if pointer else runtime.getDevice())
+
+    def join(self, array: Any, execution: Execution) -> None:
+        if stream := array.__cuda_array_interface__.get("stream"):
+            order(execution.device, stream, execution.stream)
+
+    def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
+        if stream := array.__cuda_array_interface__.get("stream"):
+            order(execution.device, execution.stream, stream)
+        elif written:
+            synchronize(execution.device, execution.stream)
+        else:
+            keep(execution.device, execution.stream, array)
+
+
+DLPACK = _DLPack()
+CUDA_ARRAY_INTERFACE = _CudaArrayInterface()

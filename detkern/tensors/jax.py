@@ -1,0 +1,121 @@
+"""JAX arrays. They are immutable: never an `out`. A result is new memory of NumPy or CuPy that JAX then adopts.
+
+On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the operands, and
+JAX makes every reader of an adopted array wait for it. JAX's allocator does not know that stream, so operands are held
+until the work has finished.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..backend import Execution
+from ..dtypes import DTYPES, DType
+from ..errors import ArgumentError, DeviceError, DTypeError
+from .adapter import Adapter
+from .cupy import cupy_memory, exported, external_execution
+from .dlpack import Exported, device_of, read
+from .numpy import CPU, host_memory, scratch
+from .streams import keep
+from .types import refuse_type
+from .view import Device, TensorView
+
+__all__ = ["jax_adapter"]
+
+_TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+
+
+@cache
+def jax_adapter() -> Adapter:
+    """The adapter over the JAX that the caller has imported."""
+    return _Jax(sys.modules["jax"])
+
+
+class _Jax(Adapter):
+    name = "jax"
+
+    def __init__(self, jax: Any) -> None:
+        self._jax = jax
+        self._from_dlpack = importlib.import_module("jax.dlpack").from_dlpack
+        self._tracer = jax.core.Tracer
+        self._cpu = Execution(CPU, 0, scratch)
+        self._jax_devices: dict[Device, Any] = {}
+        self._executions: dict[tuple[Device, int], Execution] = {}
+
+    def view(
+        self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
+    ) -> TensorView:
+        if isinstance(array, self._tracer):
+            raise DTypeError(
+                f"{argument} is a JAX tracer, which has no data: call detkern outside of jax.jit, jax.grad and jax.vmap"
+            )
+        if array.dtype not in _TYPES:
+            raise refuse_type(argument, str(array.dtype), f"{argument}.astype(jnp.float32)")
+        if array.is_deleted():
+            raise ArgumentError(f"{argument} has been deleted or donated; give an array that still has its buffer")
+        holders = array.devices()
+        if len(holders) != 1:
+            raise DeviceError(
+                f"{argument} is spread over {len(holders)} devices; give one shard, as in {argument}.addressable_data(0)"
+            )
+        (holder,) = holders
+        if holder.platform == "cpu":
+            array.block_until_ready()
+            imported = read(array, argument, f"{argument}.astype(jnp.float32)")
+        else:
+            try:
+                code, index = array.__dlpack_device__()
+            except BufferError as error:
+                raise DeviceError(f"{argument} is on {holder}: {error}") from None
+            device = device_of(code, index, argument)
+            self._jax_devices.setdefault(device, holder)
+            handle = self.execution(device).stream if stream is None else stream
+            # 0 is ambiguous in DLPack; 1 is the legacy default stream that CUDA means by it.
+            imported = read(array, argument, f"{argument}.astype(jnp.float32)", stream=handle or 1)
+        pointer, shape, strides, dtype, device, _, _, owner = imported
+        return TensorView(pointer, shape, strides, dtype, device, True, (array, owner))
+
+    def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
+        raise ArgumentError(
+            f"{argument} is a JAX array, which is immutable; leave {argument} away and take the result (accumulate=True "
+            "needs an array that can be written, of NumPy, CuPy or PyTorch)"
+        )
+
+    def execution(self, device: Device) -> Execution:
+        if device.kind == "cpu":
+            return self._cpu
+        stream = self._jax_devices[device].get_stream_for_external_ready_events()
+        execution = self._executions.get((device, stream))
+        if execution is None:
+            execution = self._executions[device, stream] = external_execution(device, stream)
+        return execution
+
+    def empty(
+        self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, execution: Execution
+    ) -> TensorView:
+        device = execution.device
+        if device.kind == "cpu":
+            # JAX adopts memory without a copy only where 64 divides the address.
+            array = host_memory(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 64).view(dtype.bits).reshape(shape)
+            return TensorView(array.ctypes.data, shape, strides, dtype, device, False, array)
+        array = cupy_memory(shape, dtype.bits, execution)
+        return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)
+
+    def result(self, like: Any, view: TensorView, execution: Execution) -> Any:
+        if 0 in view.shape:
+            (holder,) = like.devices()
+            return self._jax.device_put(np.empty(view.shape, view.dtype.numpy), holder)
+        if execution.device.kind == "cpu":
+            return self._from_dlpack(Exported(view.array, view.dtype, view.array.__dlpack__))
+        return self._from_dlpack(exported(view, execution))
+
+    def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
+        keep(execution.device, execution.stream, view.array)
+
+    def cast(self, argument: str, dtype: DType) -> str:
+        return f"{argument}.astype(jnp.{dtype.name})"

@@ -1,0 +1,171 @@
+"""PyTorch tensors: pointer and strides read directly, results and scratch from PyTorch's allocator (graph pools too).
+
+CUDA and ROCm tensors both say "cuda" (torch.version.hip tells them apart); torch_musa and torch_npu add "musa" and "npu".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from ..backend import Execution
+from ..dtypes import DTYPES, E4M3, DType
+from ..errors import ArgumentError, DeviceError, DTypeError
+from .adapter import Adapter
+from .types import refuse_type
+from .view import Device, TensorView, contiguous_strides
+
+__all__ = ["torch_adapter"]
+
+
+@cache
+def torch_adapter() -> Adapter:
+    """The adapter over the PyTorch that the caller has imported."""
+    return _Torch(sys.modules["torch"])
+
+
+class _Torch(Adapter):
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._types = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
+        self._torch_types = {dtype: torch_type for torch_type, dtype in self._types.items()}
+        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._strided_layout = torch.strided
+        self._grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+        self._kinds = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
+        self._devices: dict[Any, Device] = {}
+        self._torch_devices: dict[Device, Any] = {}
+        self._executions: dict[tuple[Device, int], Execution] = {}
+        # The public current_stream() makes a Stream object each time; this gives its handle alone.
+        self._raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def view(
+        self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
+    ) -> TensorView:
+        if array.is_neg() or array.is_conj():
+            self._checked(array, argument)
+            if planned_copies is not None:
+                planned_copies.append(f"{argument}: its sign is flipped lazily (torch's negative bit)")
+                shape = tuple(array.shape)
+                dtype = self._types[array.dtype]
+                return TensorView(0, shape, contiguous_strides(shape), dtype, self._device(array, argument))
+            array = array.resolve_neg()
+        return self._strided(array, argument)
+
+    def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
+        if array.is_neg() or array.is_conj():
+            raise ArgumentError(f"{argument} has torch's lazy negative bit set and cannot be written; give {argument}.resolve_neg()")
+        return self._strided(array, argument)
+
+    def _strided(self, array: Any, argument: str) -> TensorView:
+        dtype = self._types.get(array.dtype)
+        if (
+            dtype is None
+            or type(array) not in self._plain
+            or array.layout is not self._strided_layout
+            or array.requires_grad
+            or array._is_zerotensor()
+        ):
+            dtype = self._checked(array, argument)
+        device = self._devices.get(array.device) or self._device(array, argument)
+        try:
+            pointer = array.data_ptr()
+        except RuntimeError as error:
+            raise DTypeError(
+                f"{argument} has no memory of its own (a tensor inside torch.func, torch.compile or a tracer): {error}; "
+                "call detkern outside of the transform"
+            ) from None
+        if pointer == 0 and array.numel():
+            raise ArgumentError(f"{argument} has had its storage freed (resized to 0 bytes); restore it before the call")
+        return TensorView(pointer, tuple(array.shape), array.stride(), dtype, device, False, array)
+
+    def _checked(self, array: Any, argument: str) -> DType:
+        """The type of a tensor that is not plainly a dense one, or why it is refused."""
+        torch = self._torch
+        kind = type(array)
+        if kind not in self._plain and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            raise DTypeError(
+                f"{argument} is a {kind.__module__}.{kind.__qualname__}, which holds no plain memory of its own; give the "
+                "plain (or local) tensor"
+            )
+        if array.layout is not self._strided_layout:
+            raise DTypeError(f"{argument} has layout {array.layout}; make it dense, as in {argument}.to_dense()")
+        if array.is_quantized:
+            raise DTypeError(f"{argument} is quantized ({array.dtype}); dequantize it, as in {argument}.dequantize()")
+        dtype = self._types.get(array.dtype)
+        if dtype is None:
+            raise refuse_type(argument, str(array.dtype).removeprefix("torch."), f"{argument}.to(torch.float32)")
+        if array.device.type == "meta":
+            raise DeviceError(f"{argument} is on the meta device and has no data; give a tensor on cpu or cuda")
+        if array._is_zerotensor():
+            raise DTypeError(f"{argument} is a lazy zero tensor; give {argument}.clone()")
+        if array.requires_grad and self._grad_enabled():
+            raise ArgumentError(
+                f"{argument} requires grad, and this call would record no gradient: use detkern.torch for one, or give "
+                f"{argument}.detach(), or call under torch.no_grad()"
+            )
+        return dtype
+
+    def _device(self, array: Any, argument: str) -> Device:
+        kind = self._kinds.get(array.device.type)
+        if kind is None:
+            raise DeviceError(f"{argument} is on {array.device}; detkern serves tensors on {', '.join(self._kinds)}")
+        device = Device(kind, array.device.index or 0)
+        self._devices[array.device] = device
+        self._torch_devices[device] = array.device
+        return device
+
+    def execution(self, device: Device) -> Execution:
+        kind, index = device.kind, device.index
+        if kind == "cpu":
+            stream = 0
+        elif kind in ("cuda", "rocm"):
+            raw = self._raw_stream
+            stream = raw(index) if raw is not None else self._torch.cuda.current_stream(index).cuda_stream
+        elif kind == "musa":
+            stream = self._torch.musa.current_stream(index).musa_stream
+        else:
+            stream = self._torch.npu.current_stream(index).npu_stream
+        execution = self._executions.get((device, stream))
+        if execution is None:
+            place = self._torch_devices[device]
+
+            def allocate(size: int) -> TensorView:
+                memory = self._torch.empty(size, dtype=self._torch.uint8, device=place)
+                return TensorView(memory.data_ptr(), (size,), (1,), E4M3, device, False, memory)
+
+            execution = Execution(device, stream, allocate)
+            if len(self._executions) > 256:
+                self._executions.clear()
+            self._executions[device, stream] = execution
+        return execution
+
+    def empty(
+        self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, execution: Execution
+    ) -> TensorView:
+        array = self._torch.empty(shape, dtype=self._torch_types[dtype], device=self._torch_devices[execution.device])
+        return TensorView(array.data_ptr(), shape, strides, dtype, execution.device, False, array)
+
+    def wrote(self, array: Any) -> None:
+        # Autograd must learn that a tensor which it may have saved has changed. Inference tensors have no version.
+        if not array.is_inference():
+            self._torch.autograd.graph.increment_version(array)
+
+    def join(self, array: Any, execution: Execution) -> None:
+        from .streams import order
+
+        own = self.execution(execution.device).stream
+        order(execution.device, own, execution.stream)
+
+    def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
+        from .streams import order
+
+        own = self.execution(execution.device).stream
+        order(execution.device, execution.stream, own)
+
+    def cast(self, argument: str, dtype: DType) -> str:
+        return f"{argument}.to(torch.{dtype.name})"
