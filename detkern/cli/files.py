@@ -89,7 +89,9 @@ def _interpret(array: npt.NDArray[Any], raw: DType | None, location: Location) -
         fitting = {1: "--dtype e4m3 or --dtype e5m2", 2: "--dtype bf16 or --dtype f16", 4: "--dtype f32"}
         said = "" if raw is None else f", which {raw.short} ({raw.itemsize} bytes) does not fit"
         raise DTypeError(f"{stored}{said}; say what they are with {fitting[array.dtype.itemsize]}")
-    raise DTypeError(f"{location}: holds {array.dtype}; a product takes float32, float16, bfloat16 and the float8 types")
+    raise DTypeError(
+        f"{location}: holds {array.dtype}; a product takes float32, float16, bfloat16 and the float8 types"
+    )
 
 
 def _read_npy(file: IO[bytes], location: Location) -> npt.NDArray[Any]:

@@ -167,4 +167,3 @@ def _report(outcome: Comparison, c: Location, contract: str, expected: npt.NDArr
         click.echo(f"  first at             [{', '.join(map(str, first.index))}]")
         click.echo(f"    recomputed         {first.got_bits}  {first.got}")
         click.echo(f"    in the file        {first.want_bits}  {first.want}")
-

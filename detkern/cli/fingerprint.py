@@ -1,0 +1,76 @@
+"""`detkern fingerprint`: one digest a contract and type, the same on every machine that keeps the contracts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ..dtypes import BF16, F16, F32, DType
+from ..operands import KINDS, VERSION, digest, generate
+from ..registry import backend_names
+from ..tensors import Device
+from .options import CONTRACT, DEVICE
+from .subject import Array, Subject, find, sample
+
+__all__ = ["fingerprint", "fingerprint_of"]
+
+# What is digested. A change to any of it is another version, so that no two texts differ without saying why.
+FINGERPRINT_VERSION = 1
+SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 257), (4, 7, 1000))
+
+
+@click.command()
+@click.option(
+    "--device", type=DEVICE, default=Device("cpu"), show_default="cpu", help="Where the products are computed."
+)
+@click.option("--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first.")
+@click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one; may be repeated.")
+def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...]) -> None:
+    """Print a SHA-256 for each contract and type over results on fixed operands.
+
+    Two machines, or a CPU and a GPU, that print the same line compute the same bits. The operands come from detkern's own
+    versioned generator: normal, cancelling, subnormal, special, raw bit patterns and more, in odd shapes, plain and with
+    accumulation and bias. Nothing in the text names the machine.
+
+    \b
+    Examples:
+      detkern fingerprint > here.txt            then, on another machine: detkern fingerprint | diff here.txt -
+      diff <(detkern fingerprint --contract mma16) <(detkern fingerprint --contract mma16 --device cuda:0)
+
+    \b
+    Exit codes: 0 printed, 2 nothing to print.
+    """
+    subjects = find((backend,) if backend else (), (device,), contracts)
+    click.echo(f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results")
+    seen = set()
+    for subject in subjects:
+        if (subject.contract, subject.dtype) not in seen:
+            seen.add((subject.contract, subject.dtype))
+            click.echo(f"{subject.contract.name:<12} {subject.dtype.short:<4} {fingerprint_of(subject)}")
+
+
+def fingerprint_of(subject: Subject) -> str:
+    """The SHA-256 over the digests of all results, in hexadecimal."""
+    total = hashlib.sha256()
+    for result in _results(subject):
+        total.update(bytes.fromhex(digest(result)))
+    return total.hexdigest()
+
+
+def _results(subject: Subject) -> Iterator[Array]:
+    for kind in KINDS:
+        for seed, (m, n, k) in enumerate(SHAPES):
+            for b_dtype in subject.b_dtypes:
+                operands = sample(subject, kind, m, n, k, seed, b_dtype)
+                outputs: tuple[DType, ...] = (F32, F16, BF16)
+                for out_dtype in outputs:
+                    yield subject.product(operands, out_dtype=out_dtype)
+                yield subject.product(operands, initial=generate(kind, F32, (m, n), 5))
+                if subject.scaled:
+                    continue
+                for bias_dtype in outputs:
+                    arguments: dict[str, Any] = {"bias": generate(kind, bias_dtype, (n,), 6), "out_dtype": subject.dtype}
+                    yield subject.product(operands, **arguments)

@@ -1,0 +1,217 @@
+"""What `verify` and `fingerprint` examine: one backend, device, contract and operand type, and products made with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import detkern
+
+from .. import registry
+from ..api import block_scaled_gemm
+from ..contracts import FP8_BLOCK128, Contract
+from ..dtypes import E4M3, E5M2, F32, DType
+from ..errors import ArgumentError
+from ..operands import generate
+from ..tensors import Device
+from .devices import devices, fetch, no_device, place
+
+__all__ = ["Array", "Operands", "Subject", "find", "sample"]
+
+Array = npt.NDArray[Any]
+Selection = slice | npt.NDArray[np.intp]
+
+BLOCK = 128  # the k under one scale of fp8-block128
+
+
+@dataclass(frozen=True)
+class Operands:
+    """a [M, K] and b [K, N], with scale_a [M, K/128] and scale_b [K/128, N] where the contract has scales."""
+
+    a: Array
+    b: Array
+    scale_a: Array | None = None
+    scale_b: Array | None = None
+
+    @property
+    def m(self) -> int:
+        return int(self.a.shape[0])
+
+    @property
+    def n(self) -> int:
+        return int(self.b.shape[1])
+
+    @property
+    def k(self) -> int:
+        return int(self.a.shape[1])
+
+    def rows(self, chosen: Selection) -> Operands:
+        """The same with some rows of a."""
+        return replace(self, a=self.a[chosen], scale_a=None if self.scale_a is None else self.scale_a[chosen])
+
+    def columns(self, chosen: Selection) -> Operands:
+        """The same with some columns of b."""
+        return replace(self, b=self.b[:, chosen], scale_b=None if self.scale_b is None else self.scale_b[:, chosen])
+
+    def depth(self, start: int, stop: int) -> Operands:
+        """The same over k in [start, stop), multiples of 128 where there are scales."""
+        piece = Operands(self.a[:, start:stop], self.b[start:stop])
+        if self.scale_a is None or self.scale_b is None:
+            return piece
+        blocks = slice(start // BLOCK, stop // BLOCK)
+        return replace(piece, scale_a=self.scale_a[:, blocks], scale_b=self.scale_b[blocks])
+
+    def padded(self, before: int, after: int, zero: float = 0.0) -> Operands:
+        """The same with zeros in front of and behind K (and scales of 1)."""
+
+        def pad(array: Array, axis: int, unit: int, value: float) -> Array:
+            widths = [(0, 0), (0, 0)]
+            widths[axis] = (before // unit, after // unit)
+            return np.pad(array, widths, constant_values=np.asarray(value, array.dtype))
+
+        return Operands(
+            pad(self.a, 1, 1, zero),
+            pad(self.b, 0, 1, 0.0),
+            None if self.scale_a is None else pad(self.scale_a, 1, BLOCK, 1.0),
+            None if self.scale_b is None else pad(self.scale_b, 0, BLOCK, 1.0),
+        )
+
+    def exact(self) -> tuple[Array, Array]:
+        """a and b in float64, the scales multiplied in."""
+        a, b = self.a.astype(np.float64), self.b.astype(np.float64)
+        if self.scale_a is None or self.scale_b is None:
+            return a, b
+        return (
+            a * np.repeat(self.scale_a.astype(np.float64), BLOCK, axis=1),
+            b * np.repeat(self.scale_b.astype(np.float64), BLOCK, axis=0),
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One row of the table that `verify` prints. `backend` is the name that `backend=` takes."""
+
+    backend: str
+    device: Device
+    contract: Contract
+    dtype: DType
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the operands carry scales (fp8)."""
+        return self.contract == FP8_BLOCK128
+
+    @property
+    def out_dtype(self) -> DType:
+        """What a result is when nothing is said."""
+        return F32 if self.scaled else self.dtype
+
+    @property
+    def b_dtypes(self) -> tuple[DType, ...]:
+        """The types of b that go with an a of `dtype`."""
+        return (self.dtype, E5M2 if self.dtype == E4M3 else E4M3) if self.scaled else (self.dtype,)
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.device}, {self.contract} {self.dtype.short}"
+
+    def depth(self, k: int) -> int:
+        """The smallest K that the contract takes, at least `k`."""
+        unit = self.contract.k_multiple
+        return -(-k // unit) * unit
+
+    def place(self, array: Array) -> Any:
+        """`array` on the device."""
+        return place(array, self.device)
+
+    def call(self, a: Any, b: Any, scale_a: Any = None, scale_b: Any = None, **arguments: Any) -> Any:
+        """The public call on arrays that are on the device already."""
+        if self.scaled:
+            return block_scaled_gemm(a, scale_a, b, scale_b, backend=self.backend, **arguments)
+        return detkern.gemm(a, b, contract=self.contract.name, backend=self.backend, **arguments)
+
+    def product(
+        self,
+        operands: Operands,
+        *,
+        bias: Array | None = None,
+        initial: Array | None = None,
+        out_dtype: DType | None = None,
+    ) -> Array:
+        """The product of NumPy operands, as NumPy. `initial` is a float32 [M, N] to accumulate into; it is copied."""
+        arguments: dict[str, Any] = {}
+        if bias is not None:
+            arguments["bias"] = self.place(bias)
+        if initial is not None:
+            arguments |= {"out": self.place(initial), "accumulate": True}
+        elif out_dtype is not None:
+            arguments["out_dtype"] = out_dtype.name
+        scales = [None if s is None else self.place(s) for s in (operands.scale_a, operands.scale_b)]
+        return fetch(self.call(self.place(operands.a), self.place(operands.b), *scales, **arguments))
+
+
+def sample(
+    subject: Subject, kind: str, m: int, n: int, k: int, seed: int = 0, b_dtype: DType | None = None
+) -> Operands:
+    """Operands of one kind of the versioned generator; K is rounded up to what the contract takes.
+
+    Every (subject's types, kind, sizes, seed) gives the same bits on every machine. Scales are of the kind "normal",
+    except that "special" and "bits" operands have scales of their kind.
+    """
+    k = subject.depth(k)
+    a = generate(kind, subject.dtype, (m, k), 4 * seed)
+    b = generate(kind, b_dtype or subject.dtype, (k, n), 4 * seed + 1)
+    if not subject.scaled:
+        return Operands(a, b)
+    scales = kind if kind in ("special", "bits") else "normal"
+    blocks = k // BLOCK
+    return Operands(
+        a, b, generate(scales, F32, (m, blocks), 4 * seed + 2), generate(scales, F32, (blocks, n), 4 * seed + 3)
+    )
+
+
+def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple[str, ...]) -> list[Subject]:
+    """Every backend x device x contract x type that is available and that the filters let pass, in the order of the
+    tables. Empty filters let everything pass, except backends that dispatch never chooses: those must be named.
+
+    Raises ArgumentError, saying what there is, where nothing is left.
+    """
+    for name in backends:
+        if name not in registry.backend_names():
+            known = ", ".join(registry.backend_names())
+            raise ArgumentError(f"--backend {name}: there is no such backend; the backends are {known}")
+    present = devices()
+    for device in wanted:
+        if device not in present:
+            reason = no_device(device.kind)
+            because = f" ({reason})" if reason else ""
+            raise ArgumentError(f"--device {device}: not here{because}; there is {', '.join(map(str, present))}")
+    found: list[Subject] = []
+    reasons: list[str] = []
+    offered: list[str] = []
+    for device in present:
+        for row, backend, reason in registry.offers(device):
+            if not (row.dispatched or row.name in backends):
+                continue
+            if reason is not None:
+                reasons.append(f"{row.name} on {device} is unavailable: {reason}")
+                continue
+            for contract, dtype in backend.contracts(device):
+                if contract == FP8_BLOCK128 and "block_scaled_gemm" not in row.ops:
+                    continue
+                offered.append(f"{row.name} {device} {contract} {dtype.short}")
+                if (
+                    (not backends or row.name in backends)
+                    and (not wanted or device in wanted)
+                    and (not contracts or contract.name in contracts)
+                ):
+                    found.append(Subject(row.name, device, contract, dtype))
+    if not found:
+        said = "; ".join(reasons)
+        raise ArgumentError(
+            f"nothing here matches; there is {', '.join(offered) or 'no available backend'}"
+            + (f" ({said})" if said else "")
+        )
+    return found

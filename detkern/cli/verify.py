@@ -1,0 +1,173 @@
+"""`detkern verify`: every property of every available backend, contract and type, checked on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..errors import DetkernError
+from ..operands import VERSION
+from ..registry import backend_names
+from ..tensors import Device
+from .options import CONTRACT, DEVICE
+from .page import page
+from .properties import FULL, QUICK, Effort, Property
+from .references import PROPERTIES
+from .results import Result, Tally
+from .subject import Subject, find
+
+__all__ = ["check", "verify"]
+
+_MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offered": ("-", "dim")}
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Smaller sizes and fewer kinds of operands: under 30 s on two cores.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help=f"Only this one: {', '.join(backend_names())}.")
+@click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one.")
+@click.option("--device", "wanted", multiple=True, type=DEVICE, help="Only this one.")
+@click.option(
+    "--property",
+    "names",
+    multiple=True,
+    type=click.Choice([p.name for p in PROPERTIES]),
+    help="Only this one.",
+)
+@click.option("--json", "json_file", type=click.File("w"), metavar="FILE", help="Write all results there.")
+@click.option("--html", "html_file", type=click.File("w"), metavar="FILE", help="Write a page with pictures there.")
+def verify(
+    quick: bool,
+    backends: tuple[str, ...],
+    contracts: tuple[str, ...],
+    wanted: tuple[Device, ...],
+    names: tuple[str, ...],
+    json_file: Any,
+    html_file: Any,
+) -> None:
+    """Check that what detkern promises holds on this machine.
+
+    Each backend, contract and type that is available here must give the same bits whatever the batch, the row's place, its
+    neighbours, chunking, padding and layout, on every run, and the bits of the CPU replay. Filters may be repeated.
+    `--backend native` examines the framework's own matmul, which promises none of this.
+
+    \b
+    Examples:
+      detkern verify --quick
+      detkern verify --contract mma16 --device cuda:0 --html report.html
+      detkern verify --backend native --property "batch size"
+
+    \b
+    Exit codes: 0 every check passed, 1 at least one failed, 2 nothing could be checked.
+    """
+    effort = QUICK if quick else FULL
+    subjects = find(backends, wanted, contracts)
+    properties = [p for p in PROPERTIES if not names or p.name in names]
+    started = time.perf_counter()
+    results = _run(subjects, properties, effort)
+    seconds = time.perf_counter() - started
+    failed = [result for result in results if result.status == "FAILED"]
+    if json_file is not None:
+        json.dump(_record(results, effort, seconds), json_file, indent=1)
+        json_file.write("\n")
+    if html_file is not None:
+        html_file.write(page(results, properties, effort, seconds))
+    # The terminal's width; 100 columns where there is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    if json_file is None or getattr(json_file, "name", "") not in ("-", "<stdout>"):
+        _print(console, results, properties, seconds, effort)
+    sys.exit(1 if failed else 0)
+
+
+def check(subject: Subject, item: Property, effort: Effort) -> Result:
+    """One property of one subject. An error that the library raises meanwhile is a failure, with its message."""
+    tally = Tally(subject, item.name, item.across, effort.m)
+    started = time.perf_counter()
+    try:
+        item.check(subject, effort, tally)
+    except DetkernError as error:
+        tally.result.error = f"{type(error).__name__}: {error}"
+    tally.result.seconds = time.perf_counter() - started
+    return tally.result
+
+
+def _run(subjects: list[Subject], properties: list[Property], effort: Effort) -> list[Result]:
+    """All checks, with a progress bar on standard error where that is a terminal."""
+    results = []
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(subjects) * len(properties))
+        for subject in subjects:
+            for item in properties:
+                progress.update(task, description=f"{subject}: {item.name}")
+                results.append(check(subject, item, effort))
+                progress.advance(task)
+    return results
+
+
+def _print(
+    console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort
+) -> None:
+    by_place: dict[str, dict[Subject, dict[str, Result]]] = {}
+    for result in results:
+        place = f"{result.subject.backend} on {result.subject.device}"
+        by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
+    for place, rows in by_place.items():
+        table = Table(title=place, title_justify="left", box=None, padding=(0, 1, 0, 0), title_style="bold")
+        table.add_column("", no_wrap=True)
+        for item in properties:
+            table.add_column(item.heading, justify="center", no_wrap=True)
+        for subject, found in rows.items():
+            cells = [Text(*_MARKS[found[item.name].status]) for item in properties]
+            table.add_row(f"{subject.contract} {subject.dtype.short}", *cells)
+        console.print(table)
+        console.print()
+    failures = [result for result in results if result.status == "FAILED"]
+    for result in failures:
+        console.print(Text(f"FAILED {result.subject}: {result.name}", "bold red"))
+        for line in result.reasons():
+            console.print(Text(f"  {line}"))
+    compared = sum(result.compared for result in results)
+    outcome = f"{len(failures)} of {len(results)} checks FAILED" if failures else f"all {len(results)} checks passed"
+    console.print(f"{outcome}: {compared:,} elements compared in {seconds:.1f} s ({effort.name})")
+
+
+def _record(results: list[Result], effort: Effort, seconds: float) -> dict[str, Any]:
+    return {
+        "what": "detkern verify",
+        "detkern": __version__,
+        "operands": VERSION,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "effort": effort.name,
+        "seconds": round(seconds, 3),
+        "passed": all(result.status != "FAILED" for result in results),
+        "results": [
+            {
+                "backend": result.subject.backend,
+                "device": str(result.subject.device),
+                "contract": result.subject.contract.name,
+                "dtype": result.subject.dtype.name,
+                "property": result.name,
+                "status": result.status,
+                "compared": result.compared,
+                "mismatches": result.mismatches,
+                "first": None if result.first is None else {"trial": result.first_trial, **asdict(result.first)},
+                "error": result.error,
+                "notes": result.notes,
+                "seconds": round(result.seconds, 4),
+                "trials": [asdict(trial) for trial in result.trials],
+            }
+            for result in results
+        ],
+    }
