@@ -26,7 +26,9 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
 @click.option(
     "--device", type=DEVICE, default=Device("cpu"), show_default="cpu", help="Where the products are computed."
 )
-@click.option("--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first.")
+@click.option(
+    "--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first."
+)
 @click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one; may be repeated.")
 def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...]) -> None:
     """Print a SHA-256 for each contract and type over results on fixed operands.
@@ -44,7 +46,9 @@ def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...])
     Exit codes: 0 printed, 2 nothing to print.
     """
     subjects = find((backend,) if backend else (), (device,), contracts)
-    click.echo(f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results")
+    click.echo(
+        f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results"
+    )
     seen = set()
     for subject in subjects:
         if (subject.contract, subject.dtype) not in seen:
@@ -72,5 +76,8 @@ def _results(subject: Subject) -> Iterator[Array]:
                 if subject.scaled:
                     continue
                 for bias_dtype in outputs:
-                    arguments: dict[str, Any] = {"bias": generate(kind, bias_dtype, (n,), 6), "out_dtype": subject.dtype}
+                    arguments: dict[str, Any] = {
+                        "bias": generate(kind, bias_dtype, (n,), 6),
+                        "out_dtype": subject.dtype,
+                    }
                     yield subject.product(operands, **arguments)

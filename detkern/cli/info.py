@@ -8,17 +8,22 @@ import os
 import platform
 import re
 import sys
+import warnings
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import detkern
+
 from .. import __version__, config, registry
-from ..contracts import CONTRACTS
-from ..dtypes import DTYPES, DType
-from ..errors import DetkernError
+from ..abi.build import cache_folder, find_compiler
+from ..cpu import threads
+from ..dtypes import DTYPES
+from ..errors import BuildError, DetkernError
 from ..operands import VERSION
 from ..tensors import Device
 from .devices import devices, no_device
@@ -110,10 +115,11 @@ def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
         return record
     for contract, dtype in backend.contracts(device):
         record["contracts"].setdefault(contract.name, []).append(dtype.short)
-    # What a backend has to say about itself there: its library, the outcome of its self-check.
+    # What a backend has to say about itself there, such as the outcome of a self-check.
     facts = getattr(backend, "facts", None)
-    if facts is not None:
-        record["facts"] = {str(name): str(value) for name, value in facts(device).items()}
+    record["facts"] = dict(facts(device)) if facts is not None else {}
+    if row.name == "cpu":
+        record["facts"] = _cpu_kernels() | record["facts"]
     return record
 
 
@@ -136,3 +142,88 @@ def _defaults() -> list[dict[str, str]]:
                 }
             )
     return rows
+
+
+def _compiler() -> dict[str, str | None]:
+    """The C++ compiler that the CPU backend would use."""
+    try:
+        found = find_compiler()
+    except BuildError as error:
+        return {"command": None, "version": None, "missing": str(error)}
+    return {"command": " ".join(found.command), "version": found.version.splitlines()[0], "missing": None}
+
+
+def _cache() -> dict[str, str | None]:
+    try:
+        return {"folder": str(cache_folder()), "source": _source("cache_dir"), "unusable": None}
+    except BuildError as error:
+        return {"folder": None, "source": _source("cache_dir"), "unusable": str(error)}
+
+
+def _cpu_kernels() -> dict[str, str]:
+    """Which of its two versions the CPU backend runs, found out by asking it, which builds the library if need be."""
+    one = np.ones((1, 1), np.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            plan = detkern.explain(one, one, contract="fma", backend="cpu")
+        except DetkernError as error:
+            return {"kernels": f"{type(error).__name__}: {error}"}
+    facts = {"kernels": plan.kernel.replace(" fma", ""), "threads": plan.geometry}
+    return facts | ({"said": "; ".join(str(w.message) for w in caught)} if caught else {})
+
+
+def _threads() -> dict[str, Any]:
+    return {
+        "count": config.num_threads or threads.available(),
+        "available": threads.available(),
+        "source": _source("num_threads"),
+    }
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    def section(title: str) -> Table:
+        console.print(Text(f"\n{title}" if title != "versions" else title, "bold"))
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        return table
+
+    table = section("versions")
+    table.add_row("  detkern", f"{facts['detkern']} (operand generator {facts['operands']})")
+    table.add_row("  python", f"{facts['python']} on {facts['platform']}")
+    for name, version in facts["packages"].items():
+        table.add_row(f"  {name}", version or Text("not installed", "dim"))
+    console.print(table)
+
+    table = section("this machine")
+    table.add_row("  devices", ", ".join(facts["devices"]))
+    compiler = facts["compiler"]
+    table.add_row(
+        "  compiler", f"{compiler['command']}: {compiler['version']}" if compiler["command"] else compiler["missing"]
+    )
+    cache = facts["cache"]
+    table.add_row("  cache", f"{cache['folder']} ({cache['source']})" if cache["folder"] else cache["unusable"])
+    count = facts["threads"]
+    table.add_row("  CPU threads", f"{count['count']} of {count['available']} available ({count['source']})")
+    console.print(table)
+
+    table = section("backends")
+    for record in facts["backends"]:
+        where = record["name"] if record["name"] == record["device"] else f"{record['name']} on {record['device']}"
+        if record["unavailable"] is not None:
+            table.add_row(f"  {where}", Text(f"unavailable: {record['unavailable']}", "yellow"))
+            continue
+        offers = ", ".join(f"{name} ({' '.join(types)})" for name, types in record["contracts"].items())
+        only = "" if record["dispatched"] else "only when named with backend=; "
+        table.add_row(f"  {where}", only + (offers or "computes no contract: its bits are the framework's"))
+        for name, value in record.get("facts", {}).items():
+            table.add_row("", Text(f"{name}: {value}", "dim"))
+    console.print(table)
+
+    table = section("contract of a call that names none")
+    for device in facts["devices"]:
+        rows = [row for row in facts["defaults"] if row["device"] == device]
+        for row in rows:
+            table.add_row(f"  {device} {row['dtype']}", f"{row['contract']} ({row['source']})")
+    console.print(table)

@@ -8,7 +8,7 @@ from .results import SHADES, Cell, Grid, Histogram
 
 __all__ = ["svg"]
 
-_LABEL, _CELL, _ROW, _TOP = 78, 9, 11, 4
+_LABEL, _CELL, _ROW, _TOP = 104, 8, 11, 4
 # Light to dark, one hue; a mismatch differs in hue, lightness and by its cross.
 _BLUES = ("#d3e4f3", "#b5d1ea", "#90badd", "#6a9fcd", "#4a83ba", "#2f68a3")
 
@@ -50,7 +50,7 @@ def _grid(grid: Grid) -> str:
             x += 2 if cell.opens else 0
             _choose(cell, shades, wrong, foreign).append((x, y))
             x += _CELL
-    crosses = "".join(f"M{x + 1} {y + 1}l6 6m0-6l-6 6" for x, y in wrong)
+    crosses = "".join(f"M{x + 1} {y + 1}l5 5m0-5l-5 5" for x, y in wrong)
     return "".join(
         [
             _open(width, height, f"one row a trial, across: {grid.across}"),
@@ -73,7 +73,7 @@ def _choose(
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 19 else label[:18] + "…"
+    return label if len(label) <= 24 else label[:23] + "…"
 
 
 def _histogram(histogram: Histogram) -> str:

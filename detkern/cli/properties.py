@@ -305,7 +305,7 @@ def _strided_output(
     layout(marker, lambda array: before.append(np.array(array)) or before[0])
     patterns = np.dtype(f"u{marker.itemsize}")
     out.view(patterns)[...] = subject.place(marker).view(patterns)
-    tally.check(f"{kind} around {label}", fetch(buffers[0]).reshape(before[0].shape), before[0])
+    tally.check(f"{kind} around {label}", fetch(buffers[0]).reshape(before[0].shape), before[0], draw=False)
 
 
 INVARIANCE: tuple[Property, ...] = (

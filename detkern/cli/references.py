@@ -231,6 +231,12 @@ PROPERTIES: tuple[Property, ...] = (
     *INVARIANCE,
     Property("bias", "bias", "Is bias one binary32 addition and one rounding?", "rows of the result", bias),
     Property("accumulate", "accum", "Do pieces of K, accumulated, equal the whole?", "rows of the result", accumulate),
-    Property("replay", "replay", "Does every bit agree with the CPU replay?", "shapes and epilogues", agreement),
+    Property(
+        "replay",
+        "replay",
+        "Does every bit agree with the CPU replay?",
+        "shapes, each plain, onto out, with bias",
+        agreement,
+    ),
     Property("accuracy", "error", "Is the error against float64 within the contract's bound?", "", accuracy),
 )

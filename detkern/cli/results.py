@@ -125,18 +125,23 @@ class Tally:
         axis: int = 0,
         only: Array | None = None,
         opens: tuple[int, ...] = (),
+        draw: bool = True,
     ) -> None:
         """Compare two results. axis: which one the picture's cells run along. only: a boolean mask over that axis of the
-        lines that count. opens: where along that axis a new chunk begins."""
+        lines that count. opens: where along that axis a new chunk begins. draw: whether it has a row in the picture
+        even where all is right."""
         wrong, compared = self._compare(label, got, want, axis, only)
         lines, faults = np.moveaxis(bits(got), axis, 0), np.moveaxis(wrong, axis, 0)
         cells = []
-        for start in range(0, lines.shape[0], self._band):
-            piece = slice(start, start + self._band)
+        # One width of band for all batch sizes, so that a row keeps its place; a wider one where it would not fit.
+        band = max(self._band, -(-lines.shape[0] // BANDS))
+        for start in range(0, lines.shape[0], band):
+            piece = slice(start, start + band)
             counts = only is None or bool(only[piece].any())
             shade = zlib.crc32(np.ascontiguousarray(lines[start]).tobytes()) % SHADES if counts else None
             cells.append(Cell(shade, bool(faults[piece].any()), any(piece.start <= o < piece.stop for o in opens)))
-        self._grid.add(label, cells[: 2 * BANDS])
+        if draw or wrong.any():
+            self._grid.add(label, cells)
         self.result.trials.append(Trial(label, compared, int(np.count_nonzero(wrong))))
 
     def tile(self, row: str, label: str, got: Array, want: Array) -> None:

@@ -115,7 +115,12 @@ class Subject:
         return (self.dtype, E5M2 if self.dtype == E4M3 else E4M3) if self.scaled else (self.dtype,)
 
     def __str__(self) -> str:
-        return f"{self.backend} on {self.device}, {self.contract} {self.dtype.short}"
+        return f"{self.place_name}, {self.contract} {self.dtype.short}"
+
+    @property
+    def place_name(self) -> str:
+        """The backend, and the device where that is not the same word."""
+        return self.backend if self.backend == str(self.device) else f"{self.backend} on {self.device}"
 
     def depth(self, k: int) -> int:
         """The smallest K that the contract takes, at least `k`."""

@@ -34,7 +34,9 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Smaller sizes and fewer kinds of operands: under 30 s on two cores.")
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help=f"Only this one: {', '.join(backend_names())}.")
+@click.option(
+    "--backend", "backends", multiple=True, metavar="NAME", help=f"Only this one: {', '.join(backend_names())}."
+)
 @click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one.")
 @click.option("--device", "wanted", multiple=True, type=DEVICE, help="Only this one.")
 @click.option(
@@ -116,13 +118,10 @@ def _run(subjects: list[Subject], properties: list[Property], effort: Effort) ->
     return results
 
 
-def _print(
-    console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort
-) -> None:
+def _print(console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort) -> None:
     by_place: dict[str, dict[Subject, dict[str, Result]]] = {}
     for result in results:
-        place = f"{result.subject.backend} on {result.subject.device}"
-        by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
+        by_place.setdefault(result.subject.place_name, {}).setdefault(result.subject, {})[result.name] = result
     for place, rows in by_place.items():
         table = Table(title=place, title_justify="left", box=None, padding=(0, 1, 0, 0), title_style="bold")
         table.add_column("", no_wrap=True)
