@@ -1,0 +1,78 @@
+"""The loader of shared libraries that speak abi.h. ctypes releases the GIL around every call."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DetkernError, DeviceError
+from . import mirror
+
+__all__ = ["Library"]
+
+_ERRORS: dict[int, type[DetkernError]] = {
+    mirror.INVALID: ArgumentError,
+    mirror.UNSUPPORTED: ContractUnsupported,
+    mirror.OUT_OF_MEMORY: DeviceError,
+    mirror.DEVICE_FAULT: DeviceError,
+}
+
+
+class Library:
+    """A loaded library, its version checked.
+
+    path:        the file.
+    name:        what it calls itself.
+    gemm_offers: the pairs (contract code, type code) that `gemm` takes.
+
+    Raises BackendUnavailable where the file cannot be loaded, lacks a function, or has another ABI version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BackendUnavailable(f"{path} cannot be loaded: {error}") from error
+        version = self._function("detkern_abi_version", [])()
+        if version != mirror.ABI_VERSION:
+            raise BackendUnavailable(
+                f"{path} has ABI version {version}, this detkern needs {mirror.ABI_VERSION}; rebuild the library"
+            )
+        self._last_error = self._function("detkern_last_error", [], ctypes.c_char_p)
+        pointer = ctypes.POINTER
+        self._gemm = self._function("detkern_gemm", [pointer(mirror.GemmDescriptor)])
+        self._block_scaled = self._function("detkern_block_scaled_gemm", [pointer(mirror.BlockScaledDescriptor)])
+        get_capabilities = self._function("detkern_get_capabilities", [pointer(mirror.Capabilities)])
+        capabilities = mirror.described(mirror.Capabilities)
+        if status := get_capabilities(capabilities):
+            self._fail("detkern_get_capabilities", status)
+        self.name = capabilities.name.decode()
+        self.host_memory = bool(capabilities.host_memory)
+        offers = capabilities.gemm_offers
+        self.gemm_offers = frozenset(divmod(bit, 8) for bit in range(64) if offers >> bit & 1)
+
+    def gemm(self, descriptor: mirror.GemmDescriptor) -> None:
+        """Run `descriptor`; a status other than 0 raises with the library's own words."""
+        if status := self._gemm(descriptor):
+            self._fail("detkern_gemm", status)
+
+    def block_scaled_gemm(self, descriptor: mirror.BlockScaledDescriptor) -> None:
+        """Run `descriptor`; a status other than 0 raises with the library's own words."""
+        if status := self._block_scaled(descriptor):
+            self._fail("detkern_block_scaled_gemm", status)
+
+    def _function(self, name: str, arguments: list[Any], result: Any = ctypes.c_int32) -> Any:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise BackendUnavailable(f"{self.path} has no function {name}; it is no detkern library") from None
+        function.argtypes = arguments
+        function.restype = result
+        return function
+
+    def _fail(self, function: str, status: int) -> NoReturn:
+        said = (self._last_error() or b"").decode(errors="replace") or "no message"
+        kind = mirror.STATUS_NAMES.get(status, "unknown status")
+        raise _ERRORS.get(status, DeviceError)(f"{function}: {kind} ({status}): {said}")

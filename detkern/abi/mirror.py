@@ -1,0 +1,124 @@
+"""abi.h in ctypes, field by field in the same order; tests/test_abi.py holds every offset to what a C compiler says."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_char, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from typing import TypeVar
+
+__all__ = [
+    "ABI_VERSION",
+    "MAX_BATCH_RANK",
+    "STATUS_NAMES",
+    "BlockScaledDescriptor",
+    "Capabilities",
+    "GemmDescriptor",
+    "described",
+]
+
+ABI_VERSION = 1
+MAX_BATCH_RANK = 8
+
+OK = 0
+INVALID = 1
+UNSUPPORTED = 2
+OUT_OF_MEMORY = 3
+DEVICE_FAULT = 4
+STATUS_NAMES = {
+    OK: "ok",
+    INVALID: "invalid descriptor",
+    UNSUPPORTED: "unsupported",
+    OUT_OF_MEMORY: "out of memory",
+    DEVICE_FAULT: "device fault",
+}
+
+_Batch = c_int64 * MAX_BATCH_RANK
+
+
+class Capabilities(Structure):
+    """detkern_capabilities."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("abi_version", c_int32),
+        ("host_memory", c_int32),
+        ("gemm_offers", c_uint64),
+        ("name", c_char * 64),
+    )
+
+
+class GemmDescriptor(Structure):
+    """detkern_gemm_descriptor."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("contract", c_int32),
+        ("operand_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("bias_dtype", c_int32),
+        ("accumulate", c_int32),
+        ("batch_rank", c_int32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("batch_shape", _Batch),
+        ("a_batch_strides", _Batch),
+        ("b_batch_strides", _Batch),
+        ("out_batch_strides", _Batch),
+        ("a_row_stride", c_int64),
+        ("a_col_stride", c_int64),
+        ("b_row_stride", c_int64),
+        ("b_col_stride", c_int64),
+        ("out_row_stride", c_int64),
+        ("out_col_stride", c_int64),
+        ("bias_stride", c_int64),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("out", c_void_p),
+        ("bias", c_void_p),
+        ("stream", c_void_p),
+    )
+
+
+class BlockScaledDescriptor(Structure):
+    """detkern_block_scaled_descriptor."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("a_dtype", c_int32),
+        ("b_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("accumulate", c_int32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("a_row_stride", c_int64),
+        ("a_col_stride", c_int64),
+        ("scale_a_row_stride", c_int64),
+        ("scale_a_col_stride", c_int64),
+        ("b_row_stride", c_int64),
+        ("b_col_stride", c_int64),
+        ("scale_b_row_stride", c_int64),
+        ("scale_b_col_stride", c_int64),
+        ("out_row_stride", c_int64),
+        ("out_col_stride", c_int64),
+        ("a", c_void_p),
+        ("scale_a", c_void_p),
+        ("b", c_void_p),
+        ("scale_b", c_void_p),
+        ("out", c_void_p),
+        ("stream", c_void_p),
+    )
+
+
+_S = TypeVar("_S", bound=Structure)
+
+
+def described(structure: type[_S]) -> _S:
+    """An empty `structure` with its own size in its first field, as every descriptor crosses the ABI."""
+    made = structure()
+    made.size = sizeof(structure)  # type: ignore[attr-defined]
+    return made

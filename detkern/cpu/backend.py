@@ -1,0 +1,249 @@
+"""The CPU backend: the C++ library where it builds, else the NumPy version with the same bits, which it says once.
+
+DETKERN_CPU chooses: "auto" (the default), "numpy" (never the library), "native" (the library or an error).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from ctypes import c_char
+from typing import Any
+
+import numpy as np
+
+from .. import config
+from ..abi import mirror
+from ..abi.library import Library
+from ..backend import Execution, Kernel
+from ..contracts import CONTRACTS, FP8_BLOCK128, Contract
+from ..dtypes import BF16, F16, F32, DType
+from ..errors import ArgumentError, BackendUnavailable, BuildError
+from ..problem import BlockScaledProblem, GemmProblem, Matrix
+from ..tensors import Device, TensorView
+from . import compiled, numpy_replay, threads
+from .float_environment import default_float_environment
+
+__all__ = ["BACKEND", "CpuBackend", "library"]
+
+_OUTPUTS = (F32, F16, BF16)
+
+
+@functools.cache
+def library() -> Library | None:
+    """The C++ library, or None where the NumPy version serves. Decided once per process."""
+    choice = os.environ.get("DETKERN_CPU") or "auto"
+    if choice not in ("auto", "numpy", "native"):
+        raise ArgumentError(f"DETKERN_CPU={choice!r} must be auto, numpy or native")
+    if choice == "numpy":
+        return None
+    try:
+        return compiled.load()
+    except (BuildError, BackendUnavailable) as error:
+        if choice == "native":
+            raise
+        warnings.warn(
+            f"detkern's C++ kernels are not available, its NumPy version serves: slower, the same bits. {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+class CpuBackend:
+    """detkern.backend.Backend on host memory."""
+
+    name = "cpu"
+    deterministic = True
+
+    def unavailable(self, device: Device) -> str | None:
+        return None if device.kind == "cpu" else f"it works on host memory, not on {device}"
+
+    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
+        contract = problem.contract
+        types = (problem.a.dtype, problem.b.dtype)
+        if isinstance(problem, BlockScaledProblem):
+            if contract != FP8_BLOCK128:
+                return f"block_scaled_gemm computes {FP8_BLOCK128}, not {contract}"
+        elif contract == FP8_BLOCK128:
+            return f"{contract} needs scales; it is block_scaled_gemm's"
+        elif types[0] != types[1]:
+            return f"operands of one type are needed, not {types[0]} and {types[1]}"
+        for dtype in types:
+            if dtype not in contract.operands:
+                takes = ", ".join(d.name for d in contract.operands)
+                gives = ", ".join(c.name for c in CONTRACTS.values() if dtype in c.operands)
+                return f"{contract} takes {takes}, not {dtype}; {dtype} operands have {gives}"
+        if problem.k % contract.k_multiple:
+            return f"{contract} needs K to be a multiple of {contract.k_multiple}, not {problem.k}"
+        if problem.out.dtype not in _OUTPUTS:
+            return f"out may be float32, float16 or bfloat16, not {problem.out.dtype}"
+        return None
+
+    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
+        return [(contract, dtype) for contract in CONTRACTS.values() for dtype in contract.operands]
+
+    def capability(self, device: Device) -> tuple[int, int] | None:
+        return None
+
+    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
+        native = library()
+        if native is None:
+            return Kernel(f"numpy {problem.contract}", "8192 outputs at a time", "1 thread")
+        _, instructions, *tiles = native.name.split()
+        unit = "fma" if problem.contract.step is None else "mma"
+        tile = next(tile.partition("=")[2] for tile in tiles if tile.startswith(unit))
+        count = _threads()
+        return Kernel(
+            f"c++ {problem.contract} ({instructions})", tile, f"at most {count} thread{'s' if count > 1 else ''}"
+        )
+
+    def gemm(
+        self, problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None,
+        execution: Execution,
+    ) -> None:  # fmt: skip
+        native = library()
+        if native is None:
+            _numpy_gemm(problem, a, b, out, bias)
+            return
+        descriptors = _gemm_descriptors(problem)
+        count = _threads()
+        for template, (a_offset, b_offset, out_offset) in descriptors:
+            descriptor = mirror.GemmDescriptor.from_buffer_copy(template)
+            descriptor.threads = count
+            descriptor.a = a.pointer + a_offset
+            descriptor.b = b.pointer + b_offset
+            descriptor.out = out.pointer + out_offset
+            if bias is not None:
+                descriptor.bias = bias.pointer
+            native.gemm(descriptor)
+
+    def block_scaled_gemm(
+        self, problem: BlockScaledProblem, a: TensorView, scale_a: TensorView, b: TensorView, scale_b: TensorView,
+        out: TensorView, execution: Execution,
+    ) -> None:  # fmt: skip
+        native = library()
+        if native is None:
+            _numpy_block_scaled_gemm(problem, a, scale_a, b, scale_b, out)
+            return
+        descriptor = mirror.BlockScaledDescriptor.from_buffer_copy(_block_scaled_descriptor(problem))
+        descriptor.threads = _threads()
+        descriptor.a = a.pointer
+        descriptor.scale_a = scale_a.pointer
+        descriptor.b = b.pointer
+        descriptor.scale_b = scale_b.pointer
+        descriptor.out = out.pointer
+        native.block_scaled_gemm(descriptor)
+
+
+BACKEND = CpuBackend()
+
+
+def _threads() -> int:
+    return config.num_threads or threads.available()
+
+
+@functools.lru_cache(maxsize=1024)
+def _gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """The descriptors without threads and pointers, one for each index of the batch dimensions that exceed the ABI's,
+    each with the bytes from the operands' pointers to its own a, b and out."""
+    outer = problem.batch[: -mirror.MAX_BATCH_RANK]
+    d = mirror.described(mirror.GemmDescriptor)
+    d.contract = problem.contract.code
+    d.operand_dtype = problem.a.dtype.code
+    d.out_dtype = problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.batch_rank = len(problem.batch) - len(outer)
+    d.m, d.n, d.k = problem.m, problem.n, problem.k
+    for index, size in enumerate(problem.batch[len(outer) :]):
+        d.batch_shape[index] = size
+        d.a_batch_strides[index] = problem.a.batch_strides[len(outer) + index]
+        d.b_batch_strides[index] = problem.b.batch_strides[len(outer) + index]
+        d.out_batch_strides[index] = problem.out.batch_strides[len(outer) + index]
+    d.a_row_stride, d.a_col_stride = problem.a.row_stride, problem.a.col_stride
+    d.b_row_stride, d.b_col_stride = problem.b.row_stride, problem.b.col_stride
+    d.out_row_stride, d.out_col_stride = problem.out.row_stride, problem.out.col_stride
+    if problem.bias is not None:
+        d.bias_dtype = problem.bias.dtype.code
+        d.bias_stride = problem.bias.stride
+    template = bytes(d)
+    return [
+        (template, (_offset(problem.a, index), _offset(problem.b, index), _offset(problem.out, index)))
+        for index in np.ndindex(*outer)
+    ]
+
+
+def _offset(matrix: Matrix, index: tuple[int, ...]) -> int:
+    """Bytes to the element at `index` of the leading batch dimensions."""
+    return sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False)) * matrix.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
+    d = mirror.described(mirror.BlockScaledDescriptor)
+    d.a_dtype, d.b_dtype, d.out_dtype = problem.a.dtype.code, problem.b.dtype.code, problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.m, d.n, d.k = problem.m, problem.n, problem.k
+    for name in ("a", "scale_a", "b", "scale_b", "out"):
+        matrix: Matrix = getattr(problem, name)
+        setattr(d, f"{name}_row_stride", matrix.row_stride)
+        setattr(d, f"{name}_col_stride", matrix.col_stride)
+    return bytes(d)
+
+
+def _numpy_gemm(
+    problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None
+) -> None:
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+    if 0 in (*batch, m, n):
+        return
+    a_array = _ndarray(a.pointer, (*batch, m, k), problem.a)
+    b_array = _ndarray(b.pointer, (*batch, k, n), problem.b)
+    out_array = _ndarray(out.pointer, (*batch, m, n), problem.out)
+    bias_array = None
+    if problem.bias is not None and bias is not None:
+        vector = Matrix(problem.bias.dtype, (), 0, problem.bias.stride, problem.bias.alignment)
+        bias_array = _ndarray(bias.pointer, (1, n), vector)[0]
+    with default_float_environment():
+        for index in np.ndindex(*batch):
+            target = out_array[index]
+            target[...] = numpy_replay.gemm(
+                problem.contract,
+                a_array[index],
+                b_array[index],
+                initial=target if problem.accumulate else None,
+                bias=bias_array,
+                out_dtype=problem.out.dtype,
+            )
+
+
+def _numpy_block_scaled_gemm(
+    problem: BlockScaledProblem, a: TensorView, scale_a: TensorView, b: TensorView, scale_b: TensorView, out: TensorView
+) -> None:
+    m, n, k = problem.m, problem.n, problem.k
+    if 0 in (m, n):
+        return
+    blocks = k // problem.contract.k_multiple
+    target = _ndarray(out.pointer, (m, n), problem.out)
+    with default_float_environment():
+        target[...] = numpy_replay.block_scaled_gemm(
+            _ndarray(a.pointer, (m, k), problem.a),
+            _ndarray(scale_a.pointer, (m, blocks), problem.scale_a),
+            _ndarray(b.pointer, (k, n), problem.b),
+            _ndarray(scale_b.pointer, (blocks, n), problem.scale_b),
+            initial=target if problem.accumulate else None,
+            out_dtype=problem.out.dtype,
+        )
+
+
+def _ndarray(pointer: int, shape: tuple[int, ...], matrix: Matrix) -> np.ndarray[Any, np.dtype[Any]]:
+    """The memory of a matrix as a NumPy array, without a copy; strides of any sign."""
+    dtype = matrix.dtype.numpy
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    strides = [s * dtype.itemsize for s in (*matrix.batch_strides, matrix.row_stride, matrix.col_stride)]
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    below, above = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
+    memory = (c_char * (above - below + dtype.itemsize)).from_address(pointer + below)
+    return np.ndarray(shape, dtype, memory, offset=-below, strides=strides)

@@ -1,0 +1,64 @@
+// One call, in the form that every kernel takes: two stacks of vectors along k, multiplied all with all.
+#pragma once
+
+#include <cstdint>
+
+#include "../abi/abi.h"
+#include "floats.h"
+
+namespace detkern {
+
+// The rows of A, or the columns of B: `outer` of them. Strides are in bytes.
+struct Side {
+  const char* data;
+  int dtype;
+  int64_t outer, outer_stride, k_stride;
+  int64_t batch_strides[DETKERN_MAX_BATCH_RANK];
+  // fp8-block128 alone: one f32 for each 128 k.
+  const char* scale;
+  int64_t scale_outer_stride, scale_block_stride;
+};
+
+struct Bias {
+  const char* data;  // null: none
+  int dtype;
+  int64_t stride;
+  bool along_rows;  // one value for each row of the tile instead of each column
+};
+
+// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a side
+// too thin to fill the vector lanes that run along j is exchanged with the other.
+struct Job {
+  Side a, b;
+  int64_t k;
+  int batch_rank;
+  int64_t batch_shape[DETKERN_MAX_BATCH_RANK];
+  char* out;
+  int out_dtype;
+  int64_t out_row_stride, out_col_stride;
+  int64_t out_batch_strides[DETKERN_MAX_BATCH_RANK];
+  Bias bias;
+  bool accumulate;
+  int threads;
+};
+
+// A tile of one output matrix. `a`, `b` and `out` point at its first row, column and element.
+struct Tile {
+  int64_t row, column;
+  int rows, columns;
+  const char *a, *b;
+  char* out;
+};
+
+// Each implements one contract, or two that share a loop; they throw std::bad_alloc before `out` is touched.
+void run_fma(const Job& job);
+void run_mma16(const Job& job);
+void run_mma8(const Job& job);
+void run_tree(const Job& job);
+void run_tree_mma16(const Job& job);
+void run_fp8_block128(const Job& job);
+
+// The register tile, rows times columns, of the chains of fused multiply-adds and of the tensor-core steps.
+extern const int FMA_ROWS, MMA_ROWS, TILE_COLUMNS;
+
+}  // namespace detkern

@@ -1,0 +1,193 @@
+// The C ABI's entry points: check the descriptor, turn it into a Job, run the contract. No exception leaves.
+#include <cstdarg>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "../abi/abi.h"
+#include "environment.h"
+#include "job.h"
+#include "simd.h"
+
+namespace detkern {
+namespace {
+
+thread_local char last_error[512];
+
+__attribute__((format(printf, 2, 3))) int32_t fail(int32_t status, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(last_error, sizeof last_error, format, arguments);
+  va_end(arguments);
+  return status;
+}
+
+struct Offer {
+  int contract;
+  unsigned dtypes;  // bit d: operand type d
+  void (*run)(const Job&);
+};
+
+constexpr unsigned HALVES = 1u << DETKERN_F16 | 1u << DETKERN_BF16;
+constexpr Offer OFFERS[] = {
+    {DETKERN_FMA, HALVES | 1u << DETKERN_F32, run_fma}, {DETKERN_MMA16, HALVES, run_mma16},
+    {DETKERN_MMA8, HALVES, run_mma8},                   {DETKERN_TREE, HALVES, run_tree},
+    {DETKERN_TREE_MMA16, HALVES, run_tree_mma16},
+};
+
+bool is_output(int dtype) { return dtype == DETKERN_F32 || dtype == DETKERN_F16 || dtype == DETKERN_BF16; }
+bool is_fp8(int dtype) { return dtype == DETKERN_E4M3 || dtype == DETKERN_E5M2; }
+
+// The vector lanes run along B's columns.
+void exchange_thin(Job& job) {
+  if (job.b.outer * 2 > 2 * LANES || job.a.outer <= job.b.outer) return;
+  std::swap(job.a, job.b);
+  std::swap(job.out_row_stride, job.out_col_stride);
+  job.bias.along_rows = !job.bias.along_rows;
+}
+
+int32_t run(void (*kernel)(const Job&), Job& job) {
+  exchange_thin(job);
+  FloatEnvironment environment;
+  try {
+    kernel(job);
+    return DETKERN_OK;
+  } catch (const std::bad_alloc&) {
+    return fail(DETKERN_OUT_OF_MEMORY, "no memory for the scratch of %d threads", job.threads);
+  } catch (const std::exception& error) {
+    return fail(DETKERN_DEVICE_FAULT, "%s", error.what());
+  } catch (...) {
+    return fail(DETKERN_DEVICE_FAULT, "unknown exception");
+  }
+}
+
+int32_t gemm(const detkern_gemm_descriptor* d) {
+  if (!d || d->size != sizeof *d)
+    return fail(DETKERN_INVALID, "gemm descriptor of %llu bytes, this library's has %zu",
+                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
+  const Offer* offer = nullptr;
+  for (const Offer& candidate : OFFERS)
+    if (candidate.contract == d->contract) offer = &candidate;
+  if (!offer) return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
+  if (d->operand_dtype < 0 || d->operand_dtype > 31 || !(offer->dtypes >> d->operand_dtype & 1u))
+    return fail(DETKERN_UNSUPPORTED, "contract %d does not take operands of type %d", d->contract, d->operand_dtype);
+  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (d->bias_dtype && !is_output(d->bias_dtype))
+    return fail(DETKERN_UNSUPPORTED, "bias_dtype %d is not f32, f16 or bf16", d->bias_dtype);
+  if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
+  if (d->accumulate && d->bias_dtype) return fail(DETKERN_INVALID, "accumulate and bias exclude each other");
+  if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
+  if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_BATCH_RANK)
+    return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_BATCH_RANK);
+  bool empty = d->m == 0 || d->n == 0;
+  Job job{};
+  const int64_t size = itemsize(d->operand_dtype), out_size = itemsize(d->out_dtype);
+  job.batch_rank = d->batch_rank;
+  for (int i = 0; i < d->batch_rank; ++i) {
+    if (d->batch_shape[i] < 0) return fail(DETKERN_INVALID, "negative batch_shape");
+    empty |= d->batch_shape[i] == 0;
+    job.batch_shape[i] = d->batch_shape[i];
+    job.a.batch_strides[i] = d->a_batch_strides[i] * size;
+    job.b.batch_strides[i] = d->b_batch_strides[i] * size;
+    job.out_batch_strides[i] = d->out_batch_strides[i] * out_size;
+  }
+  if (empty) return DETKERN_OK;
+  if (!d->out || (d->k && (!d->a || !d->b)) || (d->bias_dtype && !d->bias))
+    return fail(DETKERN_INVALID, "a null pointer where elements are");
+  job.a.data = static_cast<const char*>(d->a);
+  job.b.data = static_cast<const char*>(d->b);
+  job.a.dtype = job.b.dtype = d->operand_dtype;
+  job.a.outer = d->m;
+  job.b.outer = d->n;
+  job.a.outer_stride = d->a_row_stride * size;
+  job.a.k_stride = d->a_col_stride * size;
+  job.b.outer_stride = d->b_col_stride * size;
+  job.b.k_stride = d->b_row_stride * size;
+  job.k = d->k;
+  job.out = static_cast<char*>(d->out);
+  job.out_dtype = d->out_dtype;
+  job.out_row_stride = d->out_row_stride * out_size;
+  job.out_col_stride = d->out_col_stride * out_size;
+  if (d->bias_dtype) job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
+  job.accumulate = d->accumulate != 0;
+  job.threads = d->threads;
+  return run(offer->run, job);
+}
+
+int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
+  if (!d || d->size != sizeof *d)
+    return fail(DETKERN_INVALID, "block-scaled descriptor of %llu bytes, this library's has %zu",
+                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
+  if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
+    return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
+  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
+  if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
+  if (d->k % 128) return fail(DETKERN_UNSUPPORTED, "k = %lld is not a multiple of 128", static_cast<long long>(d->k));
+  if (d->m == 0 || d->n == 0) return DETKERN_OK;
+  if (!d->out || (d->k && (!d->a || !d->b || !d->scale_a || !d->scale_b)))
+    return fail(DETKERN_INVALID, "a null pointer where elements are");
+  Job job{};
+  job.a.data = static_cast<const char*>(d->a);
+  job.b.data = static_cast<const char*>(d->b);
+  job.a.dtype = d->a_dtype;
+  job.b.dtype = d->b_dtype;
+  job.a.outer = d->m;
+  job.b.outer = d->n;
+  job.a.outer_stride = d->a_row_stride;
+  job.a.k_stride = d->a_col_stride;
+  job.b.outer_stride = d->b_col_stride;
+  job.b.k_stride = d->b_row_stride;
+  job.a.scale = static_cast<const char*>(d->scale_a);
+  job.b.scale = static_cast<const char*>(d->scale_b);
+  job.a.scale_outer_stride = d->scale_a_row_stride * 4;
+  job.a.scale_block_stride = d->scale_a_col_stride * 4;
+  job.b.scale_outer_stride = d->scale_b_col_stride * 4;
+  job.b.scale_block_stride = d->scale_b_row_stride * 4;
+  job.k = d->k;
+  job.out = static_cast<char*>(d->out);
+  job.out_dtype = d->out_dtype;
+  job.out_row_stride = d->out_row_stride * itemsize(d->out_dtype);
+  job.out_col_stride = d->out_col_stride * itemsize(d->out_dtype);
+  job.accumulate = d->accumulate != 0;
+  job.threads = d->threads;
+  return run(run_fp8_block128, job);
+}
+
+}  // namespace
+}  // namespace detkern
+
+extern "C" {
+
+int32_t detkern_abi_version(void) { return DETKERN_ABI_VERSION; }
+
+const char* detkern_last_error(void) { return detkern::last_error; }
+
+int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
+  using namespace detkern;
+  last_error[0] = 0;
+  if (!capabilities || capabilities->size != sizeof *capabilities)
+    return fail(DETKERN_INVALID, "capabilities struct of another size than this library's %zu", sizeof *capabilities);
+  capabilities->abi_version = DETKERN_ABI_VERSION;
+  capabilities->host_memory = 1;
+  capabilities->gemm_offers = 0;
+  for (const Offer& offer : OFFERS)
+    for (int dtype = 0; dtype < 8; ++dtype)
+      if (offer.dtypes >> dtype & 1u) capabilities->gemm_offers |= uint64_t(1) << (offer.contract * 8 + dtype);
+  std::snprintf(capabilities->name, sizeof capabilities->name, "cpu %s fma=%dx%d mma=%dx%d", INSTRUCTION_SET, FMA_ROWS,
+                TILE_COLUMNS, MMA_ROWS, TILE_COLUMNS);
+  return DETKERN_OK;
+}
+
+int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
+  detkern::last_error[0] = 0;
+  return detkern::gemm(descriptor);
+}
+
+int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* descriptor) {
+  detkern::last_error[0] = 0;
+  return detkern::block_scaled_gemm(descriptor);
+}
+
+}  // extern "C"
