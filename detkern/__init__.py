@@ -1,0 +1,21 @@
+"""Deterministic, batch-invariant matrix multiplication: every bit of a result is fixed by a written contract."""
+
+from . import config
+from .api import Explanation, explain, gemm, gemm_da, gemm_db, linear
+from .errors import (
+    ArgumentError,
+    BackendUnavailable,
+    BuildError,
+    ContractUnsupported,
+    DetkernError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError", "DeviceError",
+    "Explanation", "ShapeError", "__version__", "config", "explain", "gemm", "gemm_da", "gemm_db", "linear",
+]  # fmt: skip

@@ -37,7 +37,7 @@ def _parse_contract(value: Any) -> dict[DType, Contract]:
         value = {name.strip(): wanted.strip() for name, _, wanted in pairs}
     if isinstance(value, str):
         chosen = get_contract(value)
-        return {dtype: chosen for dtype in chosen.operands}
+        return dict.fromkeys(chosen.operands, chosen)
     if not isinstance(value, Mapping):
         raise ArgumentError(f"contract must be a contract's name, a mapping of type names to names, or None, not {value!r}")
     result = {}

@@ -14,7 +14,7 @@ from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, Devi
 from .problem import BlockScaledProblem, GemmProblem
 from .tensors import Device
 
-__all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "select"]
+__all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "passed_over", "select"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,28 @@ def select(op: str, problem: GemmProblem | BlockScaledProblem, name: str | None)
         raise DeviceError(f"no backend has {op} on {device}; backends: {', '.join(backend_names())}")
     error: Any = ContractUnsupported if unsupported else BackendUnavailable
     raise error(f"no backend takes this {op} on {device}: " + "; ".join(answers))
+
+
+def passed_over(
+    op: str, problem: GemmProblem | BlockScaledProblem, chosen: str, named: bool
+) -> list[tuple[str, str]]:
+    """Every backend for the problem's kind of device but the chosen one, with why it is not the one. `named`: the caller
+    named the chosen one."""
+    device = problem.device
+    reasons = []
+    for row in TABLE:
+        if row.name != chosen and device.kind in row.devices:
+            if op not in row.ops:
+                reason: str | None = f"has no {op}"
+            elif not row.dispatched:
+                reason = "runs only when named"
+            else:
+                backend = load(row.name)
+                reason = backend.unavailable(device) or backend.refuses(problem)
+            if reason is None:
+                reason = f"{chosen} was named" if named else f"{chosen} comes first"
+            reasons.append((row.name, reason))
+    return reasons
 
 
 def offers(device: Device) -> list[tuple[Row, Backend, str | None]]:

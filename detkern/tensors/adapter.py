@@ -18,6 +18,8 @@ class Adapter(ABC):
     """One array framework. `argument` is always the name under which the caller gave the array, for messages."""
 
     name: str
+    # Whether the framework's arrays are ordered on its current stream, the one that `execution` gives.
+    stream_ordered = True
 
     @abstractmethod
     def view(

@@ -76,6 +76,7 @@ class _Foreign(Adapter):
 
 class _DLPack(_Foreign):
     name = "dlpack"
+    stream_ordered = False
 
     def _read(self, array: Any, argument: str, stream: int | None) -> tuple[TensorView, bool]:
         code, index = array.__dlpack_device__()
@@ -112,6 +113,7 @@ _CAI_NAMES = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"
 
 class _CudaArrayInterface(_Foreign):
     name = "cuda array interface"
+    stream_ordered = False
 
     def view(
         self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None

@@ -38,6 +38,7 @@ def jax_adapter() -> Adapter:
 
 class _Jax(Adapter):
     name = "jax"
+    stream_ordered = False
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax

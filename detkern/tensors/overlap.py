@@ -9,27 +9,28 @@ rather than races. NumPy's shares_memory solves the same problem; this one also 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import gcd
 
 from .view import TensorView
 
-__all__ = ["WORK", "byte_range", "overlapping", "self_overlapping"]
+__all__ = ["WORK", "overlapping", "self_overlapping"]
 
 WORK = 20_000
 
 
-def byte_range(view: TensorView) -> tuple[int, int]:
-    """Offsets in bytes, from the view's pointer, of the first byte that it touches and of the one after the last."""
+@lru_cache(4096)
+def _byte_range(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Offsets in bytes, from a view's pointer, of the first byte that it touches and of the one after the last."""
     low = high = 0
-    for size, step in zip(view.shape, view.strides, strict=True):
+    for size, step in zip(shape, strides, strict=True):
         if size == 0:
             return 0, 0
         if step < 0:
             low += step * (size - 1)
         else:
             high += step * (size - 1)
-    item = view.dtype.itemsize
-    return low * item, (high + 1) * item
+    return low * itemsize, (high + 1) * itemsize
 
 
 def _solutions(terms: list[tuple[int, int]], target: int, budget: list[int]) -> Iterator[None]:
@@ -87,12 +88,12 @@ def self_overlapping(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def overlapping(first: TensorView, second: TensorView) -> bool:
     """Whether some byte belongs to an element of each view. Views on different devices never overlap."""
-    if first.device != second.device or 0 in first.shape or 0 in second.shape:
-        return False
-    low, high = byte_range(first)
-    other_low, other_high = byte_range(second)
+    low, high = _byte_range(first.shape, first.strides, first.dtype.itemsize)
+    other_low, other_high = _byte_range(second.shape, second.strides, second.dtype.itemsize)
     start, other_start = first.pointer + low, second.pointer + other_low
     if first.pointer + high <= other_start or second.pointer + other_high <= start:
+        return False
+    if first.device != second.device or 0 in first.shape or 0 in second.shape:
         return False
     # Byte start + sum(s * x) + i of the first equals byte other_start + sum(t * y) + j of the second, with all
     # coefficients made positive: y and j are replaced by bound - y and bound - j.

@@ -50,6 +50,5 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def describe(view: TensorView) -> str:
-    """A view as messages name it: "float32 [4, 8] on cuda:0"."""
-    place = "" if view.device.kind == "cpu" else f" on {view.device}"
-    return f"{view.dtype} {list(view.shape)}{place}"
+    """A view as messages name it: "float32 [4, 8]"."""
+    return f"{view.dtype} {list(view.shape)}"

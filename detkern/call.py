@@ -1,0 +1,115 @@
+"""The arrays of one call: their views, the stream and allocator that serve it, and the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .dtypes import DType
+from .errors import ArgumentError, DeviceError
+from .tensors import Adapter, TensorView, adapter_for, describe
+from .tensors.overlap import overlapping
+
+__all__ = ["Call"]
+
+
+class Call:
+    """Reads the operands where they lie, and runs on the stream of the one that leads.
+
+    views:     the operands' views, in the order given; None for an optional one that the caller left away.
+    out:       the view of the caller's `out`, or None.
+    execution: the leader's device, stream and allocator.
+    """
+
+    __slots__ = ("_adapters", "_array", "_lead", "_operands", "_out", "_out_adapter", "_result", "execution", "out", "views")
+
+    def __init__(
+        self,
+        operands: tuple[tuple[Any, str], ...],
+        out: Any = None,
+        leader: int = 0,
+        planned_copies: list[str] | None = None,
+    ) -> None:
+        """operands: array and name of each; only one called "bias" may be None.
+        planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
+        array, argument = operands[leader]
+        lead = adapter_for(array, argument)
+        lead_view = lead.view(array, argument, None, planned_copies)
+        device = lead_view.device
+        execution = lead.execution(device)
+        adapters: list[Adapter | None] = []
+        views: list[Any] = []
+        for index, (other, name) in enumerate(operands):
+            if index == leader:
+                adapters.append(lead)
+                views.append(lead_view)
+            elif other is None and name == "bias":
+                adapters.append(None)
+                views.append(None)
+            else:
+                adapter = adapter_for(other, name)
+                view = adapter.view(other, name, execution.stream, planned_copies)
+                if view.device is not device and view.device != device:
+                    raise _elsewhere(name, view, argument, lead_view)
+                adapters.append(adapter)
+                views.append(view)
+        self._operands = operands
+        self._adapters = adapters
+        self._lead = lead
+        self._array = array
+        self.execution = execution
+        self.views: tuple[Any, ...] = tuple(views)
+        self._out = out
+        self.out: TensorView | None = None
+        if out is not None:
+            self._out_adapter = adapter_for(out, "out")
+            self.out = self._out_adapter.out_view(out, "out", execution.stream)
+            if self.out.device != device:
+                raise _elsewhere("out", self.out, argument, lead_view)
+
+    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> TensorView:
+        """The memory to write: the caller's `out`, checked against the operands, or new."""
+        out = self.out
+        if out is None:
+            out = self._lead.empty(self._array, shape, strides, dtype, self.execution)
+        else:
+            for (_, name), view in zip(self._operands, self.views, strict=True):
+                if view is not None and overlapping(out, view):
+                    raise ArgumentError(f"out shares memory with {name}, which is read while out is written; give another out")
+        self._result = out
+        return out
+
+    def begin(self) -> None:
+        """Order the stream after whoever produces the operands on another one."""
+        if self.execution.device.kind != "cpu":
+            for adapter, array, _, _ in self._elsewhere_ordered():
+                adapter.join(array, self.execution)
+
+    def end(self) -> None:
+        """Order later users of the operands and of `out` after the stream."""
+        if self.execution.device.kind != "cpu":
+            for adapter, array, view, written in self._elsewhere_ordered():
+                adapter.release(array, view, self.execution, written)
+
+    def _elsewhere_ordered(self) -> list[tuple[Adapter, Any, TensorView, bool]]:
+        """The arrays that the execution's stream does not order by itself."""
+        arrays = [
+            (adapter, array, view, False)
+            for adapter, (array, _), view in zip(self._adapters, self._operands, self.views, strict=True)
+            if adapter is not None and not (adapter is self._lead and adapter.stream_ordered)
+        ]
+        if self.out is not None and not (self._out_adapter is self._lead and self._lead.stream_ordered):
+            arrays.append((self._out_adapter, self._out, self.out, True))
+        return arrays
+
+    def finish(self) -> Any:
+        """What the caller gets."""
+        if self.out is None:
+            return self._lead.result(self._array, self._result, self.execution)
+        self._out_adapter.wrote(self._out)
+        return self._out
+
+
+def _elsewhere(argument: str, view: TensorView, leader: str, leading: TensorView) -> DeviceError:
+    return DeviceError(
+        f"{argument} is {describe(view)} on {view.device}, {leader} is on {leading.device}; all arrays of a call must be on one device"
+    )
