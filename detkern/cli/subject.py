@@ -12,8 +12,8 @@ import detkern
 
 from .. import registry
 from ..api import block_scaled_gemm
-from ..contracts import FP8_BLOCK128, Contract
-from ..dtypes import E4M3, E5M2, F32, DType
+from ..contracts import FP8_BLOCK128, Contract, default_contract
+from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ..errors import ArgumentError
 from ..operands import generate
 from ..tensors import Device
@@ -193,30 +193,37 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
             reason = no_device(device.kind)
             because = f" ({reason})" if reason else ""
             raise ArgumentError(f"--device {device}: not here{because}; there is {', '.join(map(str, present))}")
-    found: list[Subject] = []
     reasons: list[str] = []
-    offered: list[str] = []
-    for device in present:
-        for row, backend, reason in registry.offers(device):
-            if not (row.dispatched or row.name in backends):
-                continue
-            if reason is not None:
-                reasons.append(f"{row.name} on {device} is unavailable: {reason}")
-                continue
-            for contract, dtype in backend.contracts(device):
-                if contract == FP8_BLOCK128 and "block_scaled_gemm" not in row.ops:
-                    continue
-                offered.append(f"{row.name} {device} {contract} {dtype.short}")
-                if (
-                    (not backends or row.name in backends)
-                    and (not wanted or device in wanted)
-                    and (not contracts or contract.name in contracts)
-                ):
-                    found.append(Subject(row.name, device, contract, dtype))
+    everything = [subject for device in present for subject in _offered(device, backends, reasons)]
+    found = [
+        subject
+        for subject in everything
+        if (not backends or subject.backend in backends)
+        and (not wanted or subject.device in wanted)
+        and (not contracts or subject.contract.name in contracts)
+    ]
     if not found:
-        said = "; ".join(reasons)
-        raise ArgumentError(
-            f"nothing here matches; there is {', '.join(offered) or 'no available backend'}"
-            + (f" ({said})" if said else "")
-        )
+        names = dict.fromkeys(f"{s.place_name} {s.contract}" for s in everything)
+        said = f" ({'; '.join(reasons)})" if reasons else ""
+        raise ArgumentError(f"nothing here matches; there is {', '.join(names) or 'no available backend'}{said}")
     return found
+
+
+def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list[Subject]:
+    """What the backends that dispatch chooses, and those named, compute on a device; `reasons` gets why others do not."""
+    subjects = []
+    for row in registry.TABLE:
+        if device.kind not in row.devices or not (row.dispatched or row.name in named):
+            continue
+        backend = registry.load(row.name)
+        if reason := backend.unavailable(device):
+            reasons.append(f"{row.name} on {device} is unavailable: {reason}")
+            continue
+        pairs = backend.contracts(device)
+        if not backend.deterministic:
+            # It computes no contract; what its bits are held against is the device's default.
+            pairs = [(default_contract(d, device.kind, backend.capability(device)), d) for d in (F32, F16, BF16)]
+        for contract, dtype in pairs:
+            if contract != FP8_BLOCK128 or "block_scaled_gemm" in row.ops:
+                subjects.append(Subject(row.name, device, contract, dtype))
+    return subjects

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -147,7 +147,7 @@ def _record(results: list[Result], effort: Effort, seconds: float) -> dict[str, 
         "what": "detkern verify",
         "detkern": __version__,
         "operands": VERSION,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "effort": effort.name,
         "seconds": round(seconds, 3),
         "passed": all(result.status != "FAILED" for result in results),
