@@ -1,0 +1,195 @@
+"""The CUDA backend: what it offers on which device, and the way from a problem to a launch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..backend import Execution, Kernel
+from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..dtypes import DType
+from ..errors import ContractUnsupported, DetkernError
+from ..problem import BlockScaledProblem, GemmProblem
+from ..tensors import Device, TensorView
+from . import selfcheck
+from .device import CudaDevice, describe, missing
+from .geometry import choose, source_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["BACKEND", "CudaBackend"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A contract and the compute capabilities for which its kernel is built: from `first`, up to and with `last`."""
+
+    contract: Contract
+    first: tuple[int, int]
+    last: tuple[int, int] | None = None
+
+    def serves(self, capability: tuple[int, int]) -> bool:
+        return self.first <= capability and (self.last is None or capability <= self.last)
+
+    def __str__(self) -> str:
+        first = "{}.{}".format(*self.first)
+        return f"{first} or newer" if self.last is None else "{} to {}.{}".format(first, *self.last)
+
+
+_OFFERS = (
+    _Offer(FMA, (8, 0)),
+    _Offer(TREE, (8, 0)),
+    _Offer(MMA16, (9, 0)),
+    _Offer(TREE_MMA16, (9, 0)),
+    _Offer(MMA8, (8, 0), (8, 9)),
+)
+
+
+def _named(pairs: list[tuple[Contract, DType]]) -> str:
+    types: dict[str, list[str]] = {}
+    for contract, dtype in pairs:
+        types.setdefault(contract.name, []).append(dtype.short)
+    return ", ".join(f"{name} ({', '.join(shorts)})" for name, shorts in types.items()) or "nothing"
+
+
+def _known_to_differ(device: CudaDevice, contract: Contract, dtype: DType) -> bool:
+    if device.capability in selfcheck.SEEN:
+        return False
+    found = selfcheck.known_outcome(device, contract, dtype, source_of(contract))
+    return found is not None and bool(found.differing)
+
+
+class CudaBackend:
+    """`backend.Backend` on CUDA devices of compute capability 8.0 and newer, through CuPy."""
+
+    name = "cuda"
+    deterministic = True
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[int, Contract, DType], str | None] = {}
+
+    def unavailable(self, device: Device) -> str | None:
+        """Why device cannot run the kernels, or None where it can."""
+        return missing(device.index)
+
+    def capability(self, device: Device) -> tuple[int, int] | None:
+        """The compute capability, or None where the device cannot run the kernels at all."""
+        return None if missing(device.index) else describe(device.index).capability
+
+    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
+        """Why the problem's contract is not offered on its device, naming those that are; or None."""
+        key = (problem.device.index, problem.contract, problem.a.dtype)
+        try:
+            return self._answers[key]
+        except KeyError:
+            return self._answer(describe(key[0]), *key[1:])
+
+    def _answer(self, device: CudaDevice, contract: Contract, dtype: DType) -> str | None:
+        key = (device.index, contract, dtype)
+        if key not in self._answers:
+            try:
+                self._answers[key] = self._refusal(device, contract, dtype)
+            except DetkernError as error:  # not an answer yet: the next call tries again
+                return f"the self-check of {contract} on {device} did not finish: {error}"
+        return self._answers[key]
+
+    def _refusal(self, device: CudaDevice, contract: Contract, dtype: DType) -> str | None:
+        here = [pair for pair in self._built_for(device) if not _known_to_differ(device, *pair)]
+        offer = next((offer for offer in _OFFERS if offer.contract == contract), None)
+        if offer is None:
+            return f"{contract} has no kernel here; {device} has {_named(here)}"
+        if not offer.serves(device.capability):
+            has = "{}.{}".format(*device.capability)
+            return f"{contract} needs compute capability {offer} and {device} has {has}; it has {_named(here)}"
+        if dtype not in contract.operands:
+            takes = ", ".join(operand.short for operand in contract.operands)
+            return f"{contract} does not take {dtype.short}; it takes {takes}"
+        if device.capability in selfcheck.SEEN:
+            return None
+        product = functools.partial(self._launch.product, device)
+        outcome = selfcheck.outcome(device, contract, dtype, source_of(contract), product)
+        if not outcome.differing:
+            return None
+        left = [pair for pair in here if pair != (contract, dtype)]
+        return f"{contract} for {dtype.short} on {device} {outcome}; it has {_named(left)}"
+
+    def contracts(self, device: Device, *, check: bool = True) -> list[tuple[Contract, DType]]:
+        """The pairs that `refuses` lets pass; runs the self-checks that have not run yet."""
+        if missing(device.index):
+            return []
+        facts = describe(device.index)
+        return [pair for pair in self._built_for(facts) if self._answer(facts, *pair) is None]
+
+    @staticmethod
+    def _built_for(device: CudaDevice) -> list[tuple[Contract, DType]]:
+        """The pairs that have a kernel for the device, whatever a self-check says."""
+        offers = [offer for offer in _OFFERS if offer.serves(device.capability)]
+        return [(offer.contract, dtype) for offer in offers for dtype in offer.contract.operands]
+
+    def facts(self, device: Device) -> dict[str, str]:
+        """What `detkern info` shows: the device, its driver, and how each contract's self-check came out."""
+        if missing(device.index):
+            return {}
+        facts = describe(device.index)
+        result = {
+            "device": facts.name,
+            "compute capability": "{}.{}".format(*facts.capability),
+            "driver": facts.driver,
+        }
+        if facts.capability in selfcheck.SEEN:
+            return result | {"self-check": "not needed: every contract was compared on this compute capability"}
+        for contract, dtype in self._built_for(facts):
+            found = selfcheck.known_outcome(facts, contract, dtype, source_of(contract))
+            result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
+        return result
+
+    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
+        """The kernel, tile and launch geometry that `gemm` would use."""
+        if isinstance(problem, BlockScaledProblem):
+            raise ContractUnsupported(f"{problem.contract} has no kernel on {problem.device}")
+        facts = describe(problem.device.index)
+        launch = choose(problem, facts.capability, facts.multiprocessors)
+        loads = f"a {launch.load_a.label}, b {launch.load_b.label}"
+        return Kernel(
+            name=f"{problem.contract} ({launch.build.source})",
+            tile=f"{launch.tile}, {launch.tile['STAGES']} stages, {loads}",
+            geometry=f"grid {launch.grid}, {launch.threads} threads, {launch.build.shared_bytes} bytes shared",
+            scratch_bytes=launch.scratch_bytes,
+        )
+
+    @functools.cached_property
+    def _launch(self) -> ModuleType:
+        # CuPy comes in here, once a device is used.
+        from . import launch
+
+        return launch
+
+    def gemm(
+        self,
+        problem: GemmProblem,
+        a: TensorView,
+        b: TensorView,
+        out: TensorView,
+        bias: TensorView | None,
+        execution: Execution,
+    ) -> None:
+        """Enqueue the product; see `Backend.gemm`. Raises DeviceError or BuildError, before `out` is touched."""
+        self._launch.launch(problem, a, b, out, bias, execution)
+
+    def block_scaled_gemm(
+        self,
+        problem: BlockScaledProblem,
+        a: TensorView,
+        scale_a: TensorView,
+        b: TensorView,
+        scale_b: TensorView,
+        out: TensorView,
+        execution: Execution,
+    ) -> None:
+        """Not served: the registry sends no block-scaled problem here."""
+        raise ContractUnsupported(f"{problem.contract} has no kernel on {problem.device}")
+
+
+BACKEND: Any = CudaBackend()

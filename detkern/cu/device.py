@@ -1,0 +1,117 @@
+"""CUDA devices as the kernels see them: whether one can be used, its facts, and making it current."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BuildError
+from .loader import supported_architectures, target
+
+__all__ = ["MINIMUM_CAPABILITY", "CudaDevice", "current", "describe", "missing"]
+
+# cp.async, ldmatrix and bf16 tensor cores begin here.
+MINIMUM_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A device's facts. driver: the driver's build ("580.159.04"), or the CUDA version it supports where it hides that."""
+
+    index: int
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    driver: str
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index} ({self.name})"
+
+
+def _driver_build(cuda_version: int) -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else f"CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"
+
+
+@functools.cache
+def describe(index: int) -> CudaDevice:
+    """The facts of a device that exists (`missing` says whether it does)."""
+    from cupy.cuda import runtime
+
+    properties = runtime.getDeviceProperties(index)
+    return CudaDevice(
+        index=index,
+        name=properties["name"].decode(errors="replace"),
+        uuid=bytes(properties.get("uuid", b"")).hex(),
+        capability=(properties["major"], properties["minor"]),
+        multiprocessors=properties["multiProcessorCount"],
+        driver=_driver_build(runtime.driverGetVersion()),
+    )
+
+
+@functools.cache
+def missing(index: int) -> str | None:
+    """Why device `index` cannot run the kernels of this package, or None where it can."""
+    try:
+        from cupy.cuda import runtime
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            return f"CuPy cannot be imported: {error}"
+        return "CuPy is not installed; pip install 'detkern[cuda13]' or 'detkern[cuda12]'"
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    if runtime.is_hip:
+        return "the installed CuPy is built for ROCm, not for CUDA"
+    version = runtime.driverGetVersion()
+    if version == 0:
+        return "no NVIDIA driver is installed"
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if "InsufficientDriver" in str(error):
+            supports = f"{version // 1000}.{version % 1000 // 10}"
+            built = runtime.runtimeGetVersion() // 1000
+            return (
+                f"the NVIDIA driver is too old: it supports CUDA {supports}, the installed CuPy needs CUDA {built}; "
+                "install a newer driver or the CuPy package of an older CUDA"
+            )
+        return f"the NVIDIA driver offers no device ({error})"
+    if count == 0:
+        return "there is no CUDA device"
+    if index >= count:
+        return f"there is no cuda:{index}; the last one is cuda:{count - 1}"
+    device = describe(index)
+    major, minor = device.capability
+    if device.capability < MINIMUM_CAPABILITY:
+        return f"{device} has compute capability {major}.{minor}; the kernels need 8.0 or newer"
+    try:
+        target(device.capability, supported_architectures())
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def current(index: int) -> Iterator[None]:
+    """Make a device, and its primary context, current in this thread, and the earlier device afterwards."""
+    from cupy.cuda import driver, runtime
+
+    before = runtime.getDevice()
+    if before == index and driver.ctxGetCurrent():
+        yield
+        return
+    runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        if before != index:
+            runtime.setDevice(before)

@@ -1,0 +1,241 @@
+"""Which tile computes a problem, and the launch that follows from it. None of it can change a bit.
+
+The tables are tiles/<kernel>.json, one object a tile: its macros, the operand types it is for where not for all, whether
+it also takes operands that must be gathered (`strided`), and the multiply-adds it does at most in a given time compared
+with the other tiles of its table (`rate`). Each kernel file says in its head what its macros mean and how much shared memory and scratch
+they need; those formulas are repeated here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..dtypes import DType, by_name
+from ..errors import DeviceError
+from ..problem import GemmProblem, Matrix
+from .loader import KernelBuild
+
+__all__ = [
+    "Launch",
+    "Load",
+    "Tile",
+    "build_for",
+    "choose",
+    "fits",
+    "launch_for",
+    "load_paths",
+    "source_of",
+    "tiles_for",
+]
+
+_TABLES = Path(__file__).parent / "tiles"
+_TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
+_GRID_LIMIT = 2**31 - 1  # blocks along x
+
+# Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before it.
+_SHARED_LIMIT = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+}
+
+
+class Load(IntEnum):
+    """How an operand's tile comes from global memory: `Load` of params.cuh."""
+
+    STRIDED = 0
+    K_MAJOR = 1
+    MN_MAJOR = 2
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One row of a tile table.
+
+    macros:  (name, value) pairs that the kernel is compiled with.
+    operands: the types it is for; none: all that the contract takes.
+    strided: whether it is built for operands that must be gathered element by element.
+    """
+
+    table: str
+    macros: tuple[tuple[str, int], ...]
+    operands: tuple[DType, ...]
+    strided: bool
+    rate: float
+
+    def __getitem__(self, macro: str) -> int:
+        return dict(self.macros)[macro]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self["WARPS_M"] * self["WARPS_N"]
+
+    def __str__(self) -> str:
+        return f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads."""
+
+    tile: Tile
+    build: KernelBuild
+    load_a: Load
+    load_b: Load
+    grid: int
+    threads: int
+    scratch_bytes: int
+
+
+@functools.cache
+def _table(name: str) -> tuple[Tile, ...]:
+    rows = json.loads((_TABLES / f"{name}.json").read_text())
+    result = []
+    for row in rows:
+        operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
+        strided, rate = row.pop("strided"), row.pop("rate")
+        result.append(Tile(name, tuple(row.items()), operands, strided, rate))
+    return tuple(result)
+
+
+@functools.cache
+def tiles_for(contract: Contract, operand: DType) -> tuple[Tile, ...]:
+    """Every tile that computes `contract` on operands of that type, in the table's order."""
+    rows = _table(_TABLE_OF[contract])
+    return tuple(tile for tile in rows if not tile.operands or operand in tile.operands)
+
+
+def source_of(contract: Contract) -> str:
+    """The kernel file that computes `contract`."""
+    return f"{_TABLE_OF[contract]}.cu"
+
+
+def _shared_bytes(tile: Tile) -> int:
+    """SMEM_BYTES in the head of the kernel file."""
+    m, n, k, stages = (tile[name] for name in ("TILE_M", "TILE_N", "TILE_K", "STAGES"))
+    if tile.table in ("fma", "tree"):
+        needed = 4 * stages * k * (m + n)
+    else:
+        needed = max(2 * stages * k * (m + n), tile["WARPS_M"] * tile["WARPS_N"] * 64 * (n // tile["WARPS_N"] + 8))
+    if tile.table in ("tree", "tree_mma"):
+        needed += tile["SHARED_LEVELS"] * _level_bytes(tile)
+    return needed
+
+
+def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
+    """GemmParams::scratch: a slot a CTA with the levels of a tree that do not fit its shared memory."""
+    if tile.table not in ("tree", "tree_mma"):
+        return 0
+    leaves = -(-k // 32)
+    levels = (max(leaves, 1) - 1).bit_length()  # the ceiling of log2
+    if tile.table == "tree_mma":
+        levels = max(0, levels - 2)  # nodes of up to four leaves stay in registers
+    return grid * max(0, levels - tile["SHARED_LEVELS"]) * _level_bytes(tile)
+
+
+def _level_bytes(tile: Tile) -> int:
+    """One 16-bit value an output of the tile."""
+    return 2 * tile["TILE_M"] * tile["TILE_N"]
+
+
+@functools.cache
+def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load_b: Load) -> KernelBuild:
+    """What is compiled for a tile, an operand type and two load paths."""
+    shared = _shared_bytes(tile)
+    macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
+    if contract in (MMA16, MMA8):
+        macros.append(("MMA_K", 16 if contract == MMA16 else 8))
+    if tile.table in ("fma", "tree"):
+        macros.append(("THREADS", tile.threads))
+    macros.append(("SMEM_BYTES", shared))
+    return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)
+
+
+def fits(tile: Tile, capability: tuple[int, int]) -> bool:
+    """Whether a device of that capability has the shared memory that the tile needs."""
+    known = max(key for key in _SHARED_LIMIT if key <= capability)
+    return _shared_bytes(tile) <= _SHARED_LIMIT[known]
+
+
+def _load_path(matrix: Matrix, mn: int, mn_stride: int, k: int, k_stride: int) -> Load:
+    """The fastest path that an operand's strides and alignment allow. A stride along a size of 1 matters to none."""
+    unit = 16 // matrix.dtype.itemsize
+    if matrix.alignment < 16 or any(stride % unit for stride in matrix.batch_strides):
+        return Load.STRIDED
+    if k_stride == 1 and (mn <= 1 or mn_stride % unit == 0):
+        return Load.K_MAJOR
+    if mn_stride == 1 and (k <= 1 or k_stride % unit == 0):
+        return Load.MN_MAJOR
+    return Load.STRIDED
+
+
+def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
+    """The load paths of a and b."""
+    a, b = problem.a, problem.b
+    return (
+        _load_path(a, problem.m, a.row_stride, problem.k, a.col_stride),
+        _load_path(b, problem.n, b.col_stride, problem.k, b.row_stride),
+    )
+
+
+def _tile_count(problem: GemmProblem, tile: Tile) -> int:
+    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // tile["TILE_N"])
+    for size in problem.batch:
+        count *= size
+    return count
+
+
+def launch_for(
+    problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load] | None = None
+) -> Launch:
+    """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
+    load_a, load_b = loads or load_paths(problem)
+    grid = max(1, min(_tile_count(problem, tile), _GRID_LIMIT))
+    if _scratch_bytes(tile, problem.k, 1):
+        # Scratch is a slot a CTA, so no more CTAs than run at once: each walks over several tiles.
+        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
+    return Launch(
+        tile=tile,
+        build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
+        load_a=load_a,
+        load_b=load_b,
+        grid=grid,
+        threads=tile.threads,
+        scratch_bytes=_scratch_bytes(tile, problem.k, grid),
+    )
+
+
+def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
+    """The launch that the tables predict to be fastest: full waves of CTAs times the time of one wave."""
+
+    def predicted(tile: Tile) -> float:
+        at_once = tile["CTAS_PER_SM"]
+        waves = -(-_tile_count(problem, tile) // (multiprocessors * at_once))
+        return waves * at_once * tile["TILE_M"] * tile["TILE_N"] / tile.rate
+
+    gathered = Load.STRIDED in load_paths(problem)
+    candidates = [
+        tile
+        for tile in tiles_for(problem.contract, problem.a.dtype)
+        if fits(tile, capability) and (tile.strided or not gathered)
+    ]
+    if not candidates:
+        raise DeviceError(
+            f"no tile of {problem.contract} fits the shared memory of compute capability {capability[0]}.{capability[1]}"
+        )
+    return launch_for(problem, min(candidates, key=predicted), multiprocessors)

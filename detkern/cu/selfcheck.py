@@ -1,0 +1,123 @@
+"""The check of a device on which a contract has not been seen: hostile operands, bit for bit against the CPU replay.
+
+Kernels and replay were compared at length on compute capability 9.0 alone. Elsewhere the arithmetic of a tensor core may
+differ (the generations do), so a contract is offered on a device only after this check, which runs once per device,
+driver and kernel source; its outcome is kept on disk. One differing bit refuses the contract there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import operands
+from ..contracts import Contract
+from ..cpu import numpy_replay
+from ..cpu.float_environment import default_float_environment
+from ..dtypes import F32, DType
+from ..errors import DetkernError
+from .device import CudaDevice
+from .loader import keep, kernel_folder, source_digest
+
+__all__ = ["SEEN", "Outcome", "check", "known_outcome", "outcome"]
+
+Array = npt.NDArray[Any]
+# (contract, a [M, K], b [K, N], float32 initial [M, N] or None) -> out [M, N], float32 with an initial, else as a.
+Product = Callable[[Contract, Array, Array, Array | None], Array]
+
+# Compute capabilities on which every contract offered there was compared with the replay before release.
+SEEN = ((9, 0),)
+
+# A change of what is checked makes older outcomes void.
+_VERSION = 1
+_M, _N = 48, 40
+_DEPTHS = (8, 33, 128, 515)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How often kernel and replay differ. example: the first difference, for people; empty where there is none."""
+
+    elements: int
+    differing: int
+    example: str
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"agrees with the CPU replay on {self.elements} elements"
+        return f"differs from the CPU replay in {self.differing} of {self.elements} elements ({self.example})"
+
+
+def check(contract: Contract, operand: DType, product: Product) -> Outcome:
+    """Compare `product` with the replay on every kind of operands, from +0 and from a starting accumulator."""
+    elements = differing = 0
+    example = ""
+    for number, kind in enumerate(operands.KINDS):
+        for k in _DEPTHS:
+            a = operands.generate(kind, operand, (_M, k), 2 * number)
+            b = operands.generate(kind, operand, (k, _N), 2 * number + 1)
+            for initial in (None, operands.generate(kind, F32, (_M, _N), number)):
+                with default_float_environment():
+                    expected = numpy_replay.gemm(contract, a, b, initial=initial)
+                got = product(contract, a, b, initial)
+                bits = np.dtype(f"u{expected.dtype.itemsize}")
+                wrong = np.argwhere(expected.view(bits) != got.view(bits))
+                elements += expected.size
+                differing += len(wrong)
+                if len(wrong) and not example:
+                    row, column = map(int, wrong[0])
+                    start = "an accumulator" if initial is not None else "zero"
+                    example = (
+                        f"{kind} operands, k={k}, from {start}, element [{row}, {column}]: "
+                        f"{got.view(bits)[row, column]:#x}, not {expected.view(bits)[row, column]:#x}"
+                    )
+    return Outcome(elements, differing, example)
+
+
+_outcomes: dict[tuple[CudaDevice, Contract, DType], Outcome] = {}
+_lock = threading.Lock()
+
+
+def _key(device: CudaDevice, contract: Contract, operand: DType, source: str) -> str:
+    parts = (
+        device.name, device.uuid, device.driver, contract.name, operand.name, source_digest((source,)),
+        str(operands.VERSION), str(_VERSION),
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def known_outcome(device: CudaDevice, contract: Contract, operand: DType, source: str) -> Outcome | None:
+    """The outcome found earlier, in this process or another, or None where the check has not run yet."""
+    found = _outcomes.get((device, contract, operand))
+    if found is None:
+        try:
+            text = (kernel_folder() / f"selfcheck-{_key(device, contract, operand, source)}.json").read_text()
+            fields = json.loads(text)
+            found = Outcome(int(fields["elements"]), int(fields["differing"]), str(fields["example"]))
+        except (OSError, ValueError, KeyError, TypeError, DetkernError):
+            return None
+        _outcomes[device, contract, operand] = found
+    return found
+
+
+def outcome(device: CudaDevice, contract: Contract, operand: DType, source: str, product: Product) -> Outcome:
+    """The outcome on a device: found earlier, or the check run now. source: the kernel file that computes `contract`.
+
+    What `product` raises comes through and is not kept.
+    """
+    with _lock:
+        found = known_outcome(device, contract, operand, source)
+        if found is None:
+            found = check(contract, operand, product)
+            path = kernel_folder() / f"selfcheck-{_key(device, contract, operand, source)}.json"
+            about = {"device": device.name, "driver": device.driver, "contract": contract.name, "operand": operand.name}
+            keep(path, json.dumps(about | asdict(found), indent=2).encode())
+            _outcomes[device, contract, operand] = found
+    return found
