@@ -1,7 +1,7 @@
 """One frozen dataclass per op: everything that a backend needs to choose and launch a kernel, except the pointers.
 
 A problem is hashable, so it is the key of every cache of launch plans. All strides are in elements of the operand's own
-type and may be zero or negative.
+type and may be zero or negative; that of a dimension of size one, which is never used, is zero whatever the array says.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class GemmProblem:
     bias: Vector | None
     accumulate: bool
 
+    def __hash__(self) -> int:
+        # Taken at every look-up of a plan; the sizes tell nearly all problems of a process apart.
+        return hash((self.contract.code, self.m, self.n, self.k, self.batch, self.accumulate))
+
 
 @dataclass(frozen=True, slots=True)
 class BlockScaledProblem:
@@ -80,8 +84,19 @@ def _alignment(pointer: int) -> int:
     return min(pointer & -pointer, 16) or 16
 
 
-def _matrix(view: TensorView, batch_strides: tuple[int, ...]) -> Matrix:
-    return Matrix(view.dtype, batch_strides, view.strides[-2], view.strides[-1], _alignment(view.pointer))
+def _matrix(view: TensorView, batch_strides: tuple[int, ...], rows: int, row_stride: int) -> Matrix:
+    columns, col_stride = view.shape[-1], view.strides[-1]
+    return Matrix(
+        view.dtype,
+        batch_strides,
+        row_stride if rows != 1 else 0,
+        col_stride if columns != 1 else 0,
+        _alignment(view.pointer),
+    )
+
+
+def _plain(view: TensorView) -> Matrix:
+    return _matrix(view, (), view.shape[0], view.strides[0])
 
 
 def gemm_problem(
@@ -118,9 +133,9 @@ def gemm_problem(
         m=m,
         n=n,
         k=k,
-        a=Matrix(a.dtype, a_strides, a_row, a.strides[-1], _alignment(a.pointer)),
-        b=_matrix(b, b_strides),
-        out=Matrix(out.dtype, out_strides, out_row, out.strides[-1], _alignment(out.pointer)),
+        a=_matrix(a, a_strides, m, a_row),
+        b=_matrix(b, b_strides, k, b.strides[-2]),
+        out=_matrix(out, out_strides, m, out_row),
         bias=None if bias is None else Vector(bias.dtype, bias.strides[0], _alignment(bias.pointer)),
         accumulate=accumulate,
     )
@@ -142,10 +157,10 @@ def block_scaled_problem(
         m=out.shape[0],
         n=out.shape[1],
         k=a.shape[1],
-        a=_matrix(a, ()),
-        scale_a=_matrix(scale_a, ()),
-        b=_matrix(b, ()),
-        scale_b=_matrix(scale_b, ()),
-        out=_matrix(out, ()),
+        a=_plain(a),
+        scale_a=_plain(scale_a),
+        b=_plain(b),
+        scale_b=_plain(scale_b),
+        out=_plain(out),
         accumulate=accumulate,
     )
