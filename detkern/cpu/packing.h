@@ -20,110 +20,17 @@ constexpr int COLUMNS = 2 * LANES;
 // NONFINITE and ZERO too, is above every true exponent; every other sum with ZERO is below; no sum leaves 16 bits.
 constexpr int EXPONENT_ZERO = -8000, EXPONENT_NONFINITE = 12000, EXPONENT_NONE = -4000;
 
-template <int DTYPE>
-inline void upcast(const char* source, float* target, int64_t count) {
-  int64_t i = 0;
-  if constexpr (DTYPE == DETKERN_F32) {
-    std::memcpy(target, source, size_t(count) * 4);
-    return;
-  }
-  if constexpr (DTYPE == DETKERN_F16) {
-    for (; i + LANES <= count; i += LANES) {
-      const Float values = load_f16(source + 2 * i);
-      std::memcpy(target + i, &values, sizeof values);
-    }
-  }
-  if constexpr (DTYPE == DETKERN_E4M3 || DTYPE == DETKERN_E5M2) {
-    static const auto table = [] {
-      struct { float value[256]; } made;
-      for (int byte = 0; byte < 256; ++byte) {
-        const char raw = char(byte);
-        made.value[byte] = load<DTYPE>(&raw);
-      }
-      return made;
-    }();
-    for (; i < count; ++i) target[i] = table.value[uint8_t(source[i])];
-    return;
-  }
-  for (; i < count; ++i) target[i] = load<DTYPE>(source + itemsize(DTYPE) * i);
-}
+// The packed values of rows [0, tile.rows) at target[r * pitch + k], zeros for count <= k < padded.
+void pack_rows(const Side& side, const char* source, int rows, int count, int padded, float* target, int pitch);
 
-// target[r * pitch + k] for r < rows, k < count; zeros up to padded_count.
-template <int DTYPE>
-void pack_rows(const Side& side, const char* source, int rows, int count, float* target, int pitch, int padded_count) {
-  constexpr int BLOCK = 64;
-  if (side.k_stride == itemsize(DTYPE)) {
-    for (int r = 0; r < rows; ++r) upcast<DTYPE>(source + r * side.outer_stride, target + r * pitch, count);
-  } else if (side.outer_stride == itemsize(DTYPE)) {
-    float line[BLOCK];
-    for (int r0 = 0; r0 < rows; r0 += BLOCK) {
-      const int some = std::min(BLOCK, rows - r0);
-      for (int k = 0; k < count; ++k) {
-        upcast<DTYPE>(source + r0 * itemsize(DTYPE) + k * side.k_stride, line, some);
-        for (int r = 0; r < some; ++r) target[(r0 + r) * pitch + k] = line[r];
-      }
-    }
-  } else {
-    for (int r = 0; r < rows; ++r)
-      for (int k = 0; k < count; ++k)
-        target[r * pitch + k] = load<DTYPE>(source + r * side.outer_stride + k * side.k_stride);
-  }
-  for (int r = 0; r < rows; ++r) std::memset(target + r * pitch + count, 0, size_t(padded_count - count) * 4);
-}
+// The panels of columns [0, columns), `panel_size` floats apart: target[k * COLUMNS + c], zeros past `columns` and `count`.
+void pack_panels(const Side& side, const char* source, int columns, int count, int padded, float* target,
+                 size_t panel_size);
 
-// target[k * COLUMNS + c] for c < columns <= COLUMNS, k < count; zeros up to COLUMNS and padded_count.
-template <int DTYPE>
-void pack_panel(const Side& side, const char* source, int columns, int count, float* target, int padded_count) {
-  if (columns < COLUMNS) std::memset(target, 0, size_t(count) * COLUMNS * 4);
-  if (side.outer_stride == itemsize(DTYPE)) {
-    if (columns == COLUMNS)
-      for (int k = 0; k < count; ++k) upcast<DTYPE>(source + k * side.k_stride, target + k * COLUMNS, COLUMNS);
-    else
-      for (int k = 0; k < count; ++k) upcast<DTYPE>(source + k * side.k_stride, target + k * COLUMNS, columns);
-  } else if (side.k_stride == itemsize(DTYPE)) {
-    constexpr int BLOCK = 64;
-    alignas(64) float lines[COLUMNS][BLOCK];
-    for (int k0 = 0; k0 < count; k0 += BLOCK) {
-      const int some = std::min(BLOCK, count - k0);
-      for (int c = 0; c < columns; ++c)
-        upcast<DTYPE>(source + c * side.outer_stride + k0 * itemsize(DTYPE), lines[c], some);
-      for (int k = 0; k < some; ++k)
-        for (int c = 0; c < columns; ++c) target[(k0 + k) * COLUMNS + c] = lines[c][k];
-    }
-  } else {
-    for (int k = 0; k < count; ++k)
-      for (int c = 0; c < columns; ++c)
-        target[k * COLUMNS + c] = load<DTYPE>(source + c * side.outer_stride + k * side.k_stride);
-  }
-  std::memset(target + count * COLUMNS, 0, size_t(padded_count - count) * COLUMNS * 4);
-}
-
-inline Int step_exponents(Float value, int smallest) {
-  const Int bits = as_int(value) & 0x7fffffff;
-  const Int field = bits >> 23;
-  const Int own = field - 127;
-  const Int small = splat_int(smallest);
-  Int exponent = (own & (own > small)) | (small & (own <= small));
-  const Int zero = bits == 0, nonfinite = field == 255;
-  exponent = (exponent & ~(zero | nonfinite)) | (splat_int(EXPONENT_ZERO) & zero);
-  return exponent | (splat_int(EXPONENT_NONFINITE) & nonfinite);
-}
-
-// Each exponent twice in one word, which is what the kernels broadcast.
-inline void row_exponents(const float* values, int smallest, int32_t* target, int count) {
-  for (int k = 0; k < count; k += LANES) {
-    const Int exponent = step_exponents(load_vector(values + k), smallest);
-    *reinterpret_cast<Int*>(target + k) = (exponent & 0xffff) | (exponent << 16);
-  }
-}
-
-inline void panel_exponents(const float* values, int smallest, int16_t* target, int count) {
-  for (int k = 0; k < count; ++k) {
-    const Int low = step_exponents(load_vector(values + k * COLUMNS), smallest);
-    const Int high = step_exponents(load_vector(values + k * COLUMNS + LANES), smallest);
-    *reinterpret_cast<Short*>(target + k * COLUMNS) = narrow(low, high);
-  }
-}
+// The tensor-core step's exponents of packed values. Those of rows lie twice in one word, which is what the kernels
+// broadcast; those of a panel in the order of narrow_position.
+void row_exponents(const float* values, int dtype, int32_t* target, int rows, int count, int pitch);
+void panel_exponents(const float* values, int dtype, int16_t* target, int columns, int count, size_t panel_size);
 
 // The packed block that a worker multiplies now. EXPONENTS: with the tensor-core step's exponents beside the values.
 template <int BLOCK_K, bool EXPONENTS>
@@ -160,20 +67,13 @@ struct Panels {
 
   // Packs k0 .. k0 + count of the tile's operands; k is padded with zeros to a multiple of `group`.
   void pack(const Job& job, const Tile& tile, int64_t k0, int count, int group) {
+    constexpr size_t PANEL = size_t(BLOCK_K) * COLUMNS;
     const int padded = (count + group - 1) / group * group;
-    with_dtype(job.a.dtype, [&](auto tag) {
-      pack_rows<decltype(tag)::value>(job.a, tile.a + k0 * job.a.k_stride, tile.rows, count, a, PITCH, padded);
-    });
-    with_dtype(job.b.dtype, [&](auto tag) {
-      for (int c = 0; c < tile.columns; c += COLUMNS)
-        pack_panel<decltype(tag)::value>(job.b, tile.b + k0 * job.b.k_stride + c * job.b.outer_stride,
-                                         std::min(COLUMNS, tile.columns - c), count, b + size_t(c) * BLOCK_K, padded);
-    });
+    pack_rows(job.a, tile.a + k0 * job.a.k_stride, tile.rows, count, padded, a, PITCH);
+    pack_panels(job.b, tile.b + k0 * job.b.k_stride, tile.columns, count, padded, b, PANEL);
     if (EXPONENTS) {
-      const int a_smallest = smallest_exponent(job.a.dtype), b_smallest = smallest_exponent(job.b.dtype);
-      for (int r = 0; r < tile.rows; ++r) row_exponents(a + r * PITCH, a_smallest, a_exponents + r * PITCH, padded);
-      for (int c = 0; c < tile.columns; c += COLUMNS)
-        panel_exponents(b + size_t(c) * BLOCK_K, b_smallest, b_exponents + size_t(c) * BLOCK_K, padded);
+      row_exponents(a, job.a.dtype, a_exponents, tile.rows, padded, PITCH);
+      panel_exponents(b, job.b.dtype, b_exponents, tile.columns, padded, PANEL);
     }
   }
 };

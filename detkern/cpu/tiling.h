@@ -158,7 +158,7 @@ void run_chain(const Job& job) {
     typename Kernel::Block block;
     block.place(reinterpret_cast<char*>(accumulators + size_t(cut.rows) * cut.columns), cut.rows, cut.columns);
     std::fill_n(accumulators, size_t(cut.rows) * cut.columns, 0.0f);
-    if (job.accumulate) load_out<false>(job, tile, accumulators, cut.rows);
+    if (job.accumulate) load_out(job, tile, accumulators, cut.rows);
     for (int64_t k0 = 0; k0 < job.k; k0 += Kernel::BLOCK_K) {
       const int count = int(std::min<int64_t>(Kernel::BLOCK_K, job.k - k0));
       block.pack(job, tile, k0, count);

@@ -18,7 +18,7 @@ struct FmaLeaf {
   using Packed = Panels<BLOCK_K, false>;
 
   template <int R>
-  static void leaf(const Packed& block, int, int, int row, int panel, int first_k, int count, Float (&acc)[R][2]) {
+  static void leaf(const Packed& block, int, int row, int panel, int first_k, int count, Float (&acc)[R][2]) {
     fma_chain<R>(block, row, panel, first_k, count, acc);
   }
 };
@@ -29,35 +29,39 @@ struct MmaLeaf {
   using Packed = Panels<BLOCK_K, true>;
 
   template <int R>
-  static void leaf(const Packed& block, int a_smallest, int b_smallest, int row, int panel, int first_k, int count,
-                   Float (&acc)[R][2]) {
-    step_chain<HopperStep, R>(block, row, panel, first_k, (count + GROUP - 1) / GROUP, a_smallest, b_smallest, acc);
+  static void leaf(const Packed& block, int smallest, int row, int panel, int first_k, int count, Float (&acc)[R][2]) {
+    step_chain<HopperStep, R>(block, row, panel, first_k, (count + GROUP - 1) / GROUP, smallest, smallest, acc);
   }
 };
 
-template <bool HALF>
-inline Float rounded(Float value) {
-  if constexpr (HALF) return round_to_f16(value);
-  return round_to_bf16(value);
-}
-
-template <class Leaf, bool HALF>
+template <class Leaf>
 struct TreeKernel {
-  static constexpr int ROWS = Leaf::ROWS, BLOCK_K = Leaf::BLOCK_K;
+  static constexpr int ROWS = Leaf::ROWS;
 
   struct Block : Leaf::Packed {
-    int a_smallest, b_smallest, first_k;
+    int dtype, smallest, first_k;
   };
 
   template <int R>
   static void micro(const Block& block, int row, int panel, int count, float* values) {
     Float acc[R][2] = {};
-    Leaf::template leaf<R>(block, block.a_smallest, block.b_smallest, row, panel, block.first_k, count, acc);
+    Leaf::template leaf<R>(block, block.smallest, row, panel, block.first_k, count, acc);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) acc[r][v] = rounded<HALF>(acc[r][v]);
+      for (int v = 0; v < 2; ++v)
+        acc[r][v] = block.dtype == DETKERN_F16 ? round_to_f16(acc[r][v]) : round_to_bf16(acc[r][v]);
     store_accumulators(values, acc);
   }
 };
+
+// left = left + right in binary32, rounded to the operand type.
+void merge(float* left, const float* right, size_t size, int dtype) {
+  if (dtype == DETKERN_F16)
+    for (size_t i = 0; i < size; i += LANES)
+      store_vector(left + i, round_to_f16(load_vector(left + i) + load_vector(right + i)));
+  else
+    for (size_t i = 0; i < size; i += LANES)
+      store_vector(left + i, round_to_bf16(load_vector(left + i) + load_vector(right + i)));
+}
 
 int depth_of(int64_t leaves) {
   int depth = 1;
@@ -65,9 +69,9 @@ int depth_of(int64_t leaves) {
   return depth;
 }
 
-template <class Leaf, bool HALF>
-void run_tree_of(const Job& job) {
-  using Kernel = TreeKernel<Leaf, HALF>;
+template <class Leaf>
+void run(const Job& job) {
+  using Kernel = TreeKernel<Leaf>;
   const int64_t leaves = ceil_div(job.k, LEAF);
   const int depth = depth_of(leaves);
   const auto bytes = [depth](int rows, int columns) {
@@ -103,9 +107,7 @@ void run_tree_of(const Job& job) {
       const int64_t middle = lo + (hi - lo) / 2;
       node(lo, middle, level);
       node(middle, hi, level + 1);
-      const float* right = value + size;
-      for (size_t i = 0; i < size; i += LANES)
-        store_vector(value + i, rounded<HALF>(load_vector(value + i) + load_vector(right + i)));
+      merge(value, value + size, size, block.dtype);
     }
   };
 
@@ -113,19 +115,14 @@ void run_tree_of(const Job& job) {
     const Tile tile = tile_of(job, cut, task);
     Walk walk{job, tile, reinterpret_cast<float*>(scratch.of(worker)), size, cut.rows, {}, 0};
     walk.block.place(reinterpret_cast<char*>(walk.levels + size_t(depth) * size), cut.rows, cut.columns);
-    walk.block.a_smallest = smallest_exponent(job.a.dtype);
-    walk.block.b_smallest = smallest_exponent(job.b.dtype);
-    // Micro tiles past the tile's edge are never written: their sums must not be of stale memory.
+    walk.block.dtype = job.a.dtype;
+    walk.block.smallest = smallest_exponent(job.a.dtype);
+    // Rows past the edge of a tile are never written, but are added and rounded with the rest.
     std::fill_n(walk.levels, size_t(depth) * size, 0.0f);
     if (leaves > 0) walk.node(0, leaves, 0);
-    if (job.accumulate) load_out<true>(job, tile, walk.levels, cut.rows);
+    if (job.accumulate) add_out(job, tile, walk.levels, cut.rows);
     store_tile(job, tile, walk.levels, cut.rows);
   });
-}
-
-template <class Leaf>
-void run(const Job& job) {
-  job.a.dtype == DETKERN_F16 ? run_tree_of<Leaf, true>(job) : run_tree_of<Leaf, false>(job);
 }
 
 }  // namespace
