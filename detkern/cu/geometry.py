@@ -172,14 +172,14 @@ def fits(tile: Tile, capability: tuple[int, int]) -> bool:
     return _shared_bytes(tile) <= _SHARED_LIMIT[known]
 
 
-def _load_path(matrix: Matrix, mn: int, mn_stride: int, k: int, k_stride: int) -> Load:
-    """The fastest path that an operand's strides and alignment allow. A stride along a size of 1 matters to none."""
+def _load_path(matrix: Matrix, mn_stride: int, k_stride: int) -> Load:
+    """The fastest path that an operand's strides and alignment allow. Strides along a size of 1 are 0 in a problem."""
     unit = 16 // matrix.dtype.itemsize
     if matrix.alignment < 16 or any(stride % unit for stride in matrix.batch_strides):
         return Load.STRIDED
-    if k_stride == 1 and (mn <= 1 or mn_stride % unit == 0):
+    if k_stride == 1 and mn_stride % unit == 0:
         return Load.K_MAJOR
-    if mn_stride == 1 and (k <= 1 or k_stride % unit == 0):
+    if mn_stride == 1 and k_stride % unit == 0:
         return Load.MN_MAJOR
     return Load.STRIDED
 
@@ -188,8 +188,8 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
     """The load paths of a and b."""
     a, b = problem.a, problem.b
     return (
-        _load_path(a, problem.m, a.row_stride, problem.k, a.col_stride),
-        _load_path(b, problem.n, b.col_stride, problem.k, b.row_stride),
+        _load_path(a, a.row_stride, a.col_stride),
+        _load_path(b, b.col_stride, b.row_stride),
     )
 
 

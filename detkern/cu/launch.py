@@ -35,24 +35,17 @@ PARAMS_BYTES = _POINTERS.size + _FIELDS.size
 _PLANS = 4096  # kept at most; a plan is about 1 KiB
 
 
-def _stride(size: int, stride: int) -> int:
-    """A stride along a size of 1 may be any number, but the copies keep even the addresses that they do not read at
-    multiples of 16 bytes."""
-    return stride if size > 1 else 0
-
-
 def pack_params(problem: GemmProblem) -> bytes:
     """GemmParams after its pointers. Of more than MAX_BATCH_RANK batch dimensions, the last ones."""
     rank = min(len(problem.batch), MAX_BATCH_RANK)
     padding = (0,) * (MAX_BATCH_RANK - rank)
     inner = slice(len(problem.batch) - rank, None)
-    m, n, k = problem.m, problem.n, problem.k
     a, b, out, bias = problem.a, problem.b, problem.out, problem.bias
     return _FIELDS.pack(
-        m, n, k,
-        _stride(m, a.row_stride), _stride(k, a.col_stride),
-        _stride(k, b.row_stride), _stride(n, b.col_stride),
-        _stride(m, out.row_stride), _stride(n, out.col_stride),
+        problem.m, problem.n, problem.k,
+        a.row_stride, a.col_stride,
+        b.row_stride, b.col_stride,
+        out.row_stride, out.col_stride,
         0 if bias is None else bias.stride,
         out.dtype.code,
         0 if bias is None else bias.dtype.code,
@@ -77,6 +70,9 @@ class Plan:
 
 
 _plans: dict[GemmProblem, Plan] = {}
+# Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
+# (PyTorch gives each graph a pool of its own); nothing tells when a graph is gone, so it stays for good.
+_captured: list[Any] = []
 _lock = threading.Lock()
 
 
@@ -135,6 +131,8 @@ def launch(
             plan = _plan(problem, stream) if chosen is None else plan_for(problem, describe(index), stream, chosen)
             geometry = plan.launch
             scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
+            if scratch is not None and isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
+                _captured.append(scratch.array)
             for a_offset, b_offset, out_offset in plan.offsets:
                 pointers = _POINTERS.pack(
                     a.pointer + a_offset,

@@ -1,0 +1,53 @@
+"""Compiling kernels before they are needed, with or without a device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+
+from ..contracts import Contract
+from .geometry import Load, build_for, fits, tiles_for
+from .loader import KernelBuild, compiled_image
+
+__all__ = ["builds", "compile_ahead"]
+
+
+def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[KernelBuild]:
+    """Every kernel that a launch of these contracts on a device of that capability may need."""
+    result = {}
+    for contract in contracts:
+        for operand in contract.operands:
+            for tile in tiles_for(contract, operand):
+                if fits(tile, capability):
+                    for load_a, load_b in product(Load, Load):
+                        if tile.strided or Load.STRIDED not in (load_a, load_b):
+                            result[build_for(contract, operand, tile, load_a, load_b)] = None
+    return list(result)
+
+
+def _compile(build: KernelBuild, architecture: str) -> float:
+    start = time.perf_counter()
+    compiled_image(build, architecture)
+    return time.perf_counter() - start
+
+
+def compile_ahead(
+    wanted: Iterable[KernelBuild], architecture: str, processes: int
+) -> Iterator[tuple[KernelBuild, float]]:
+    """Put kernels into the cache on disk, several at a time; yields each with its seconds as it is done.
+
+    Raises BuildError, with the compiler's log, at the first that is refused.
+    """
+    # A fresh interpreter each: a forked child of a process that uses CUDA cannot.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        running = {pool.submit(_compile, build, architecture): build for build in wanted}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

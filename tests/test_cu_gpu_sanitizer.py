@@ -1,0 +1,90 @@
+"""The launches that compute-sanitizer watches: every kernel × load path × epilogue in small, ragged shapes.
+
+    compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/test_cu_gpu_sanitizer.py
+
+Each array is an allocation of its own that ends where the array ends, so that reading past it is seen; outputs and
+scratch start uninitialised for initcheck. Kernels are compiled before (`python -m benchmarks.gpu_tests` does), or here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cu_device import DEVICE, PAIRS, Placed, differing, replay, run, vector
+
+from detkern import operands
+from detkern.contracts import MMA8, Contract
+from detkern.cu.geometry import Load, tiles_for
+from detkern.dtypes import BF16, F16, F32, DType
+from detkern.tensors import TensorView
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
+
+KERNELS = [*PAIRS, (MMA8, F16), (MMA8, BF16)]
+MODES_OF = {Load.K_MAJOR: ("rows", "columns"), Load.MN_MAJOR: ("columns", "rows"), Load.STRIDED: ("spread", "reversed")}
+
+
+@pytest.fixture(autouse=True)
+def _one_allocation_an_array() -> Iterator[None]:
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    yield
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+def _uninitialised(shape: tuple[int, int], dtype: DType, columns_first: bool) -> TensorView:
+    import cupy
+
+    memory = cupy.empty(shape, dtype.bits, order="F" if columns_first else "C")
+    strides = tuple(stride // dtype.itemsize for stride in memory.strides)
+    return TensorView(memory.data.ptr, shape, strides, dtype, DEVICE, array=memory)
+
+
+@pytest.mark.parametrize(
+    "loads", list(itertools.product(Load, Load)), ids=lambda loads: "-".join(x.name for x in loads)
+)
+@pytest.mark.parametrize(("contract", "dtype"), KERNELS, ids=lambda value: str(value))
+def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> None:
+    import cupy
+
+    number = KERNELS.index((contract, dtype)) * 9 + int(loads[0]) * 3 + int(loads[1])
+    # Two tiles in a row at least, ragged ends, and (for the trees) more levels than stay in shared memory.
+    m, n, k = (150, 71, 1065) if number % 3 == 0 else (37, 139, 90)
+    kind = "integers" if contract == MMA8 else "normal"
+    a = operands.generate(kind, dtype, (m, k), 1)
+    b = operands.generate(kind, dtype, (k, n), 2)
+    placed = Placed(a, MODES_OF[loads[0]][0]), Placed(b, MODES_OF[loads[1]][1])
+    tiles = [tile for tile in tiles_for(contract, dtype) if tile.strided or Load.STRIDED not in loads]
+    for turn, tile in enumerate(tiles):
+        epilogue = (number + turn) % 3
+        out_dtype = (dtype, F32, F32)[epilogue]
+        bias = operands.generate(kind, (F32, F16, BF16)[number % 3], (n,), 3) if epilogue == 1 else None
+        initial = operands.generate(kind, F32, (m, n), 4) if epilogue == 2 else None
+        if initial is None:
+            out = _uninitialised((m, n), out_dtype, number % 2 == 1)
+        else:
+            memory = cupy.asarray(initial)
+            out = TensorView(memory.data.ptr, (m, n), (n, 1), F32, DEVICE, array=memory)
+        launched = run(
+            contract, placed[0].view, placed[1].view, out, bias=None if bias is None else vector(bias),
+            accumulate=initial is not None, tile=tile, grid=3 if turn % 2 else None, memory=_scratch,
+        )  # fmt: skip
+        assert (launched.load_a, launched.load_b) == loads
+        if contract == MMA8:
+            exact = a.astype(np.int64) @ b.astype(np.int64)
+            exact = exact + (0 if bias is None else bias.astype(np.int64)) + (0 if initial is None else initial)
+            expected = exact.astype(np.float32).astype(out_dtype.numpy).view(out_dtype.bits)
+        else:
+            expected = replay(contract, a, b, out_dtype=out_dtype, bias=bias, initial=initial)
+        assert differing(expected, cupy.asnumpy(out.array)) == 0
+
+
+def _scratch(size: int) -> TensorView:
+    import cupy
+
+    memory = cupy.empty(size, np.uint8)
+    return TensorView(memory.data.ptr, (size,), (1,), F32, DEVICE, array=memory)
