@@ -12,7 +12,8 @@ from ..dtypes import BF16, F16, F32, DType
 from ..operands import KINDS, VERSION, digest, generate
 from ..registry import backend_names
 from ..tensors import Device
-from .options import CONTRACT, DEVICE
+from .options import CONTRACT, NAMES
+from .options import device as parse_device
 from .subject import Array, Subject, find, sample
 
 __all__ = ["fingerprint", "fingerprint_of"]
@@ -24,12 +25,24 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
 
 @click.command()
 @click.option(
-    "--device", type=DEVICE, default=Device("cpu"), show_default="cpu", help="Where the products are computed."
+    "--device",
+    type=parse_device,
+    metavar="DEVICE",
+    default="cpu",
+    show_default=True,
+    help="Where the products are computed.",
 )
 @click.option(
     "--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first."
 )
-@click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one; may be repeated.")
+@click.option(
+    "--contract",
+    "contracts",
+    multiple=True,
+    type=CONTRACT,
+    metavar="NAME",
+    help=f"Only this one, may be repeated: {NAMES}.",
+)
 def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...]) -> None:
     """Print a SHA-256 for each contract and type over results on fixed operands.
 

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import sys
 import warnings
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..errors import BuildError, DetkernError
 from ..operands import VERSION
 from ..tensors import Device
 from .devices import devices, no_device
+from .output import terminal
 
 __all__ = ["info"]
 
@@ -49,7 +49,7 @@ def info(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
-        _print(Console(width=None if sys.stdout.isatty() else 100, highlight=False), facts)
+        _print(terminal(), facts)
 
 
 def gather() -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _cpu_kernels() -> dict[str, str]:
             plan = detkern.explain(one, one, contract="fma", backend="cpu")
         except DetkernError as error:
             return {"kernels": f"{type(error).__name__}: {error}"}
-    facts = {"kernels": plan.kernel.replace(" fma", ""), "threads": plan.geometry}
+    facts = {"kernels": plan.kernel.replace(" fma", "")}
     return facts | ({"said": "; ".join(str(w.message) for w in caught)} if caught else {})
 
 

@@ -42,7 +42,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except DetkernError as error:
-            raise _Refusal(f"{type(error).__name__}: {error}") from None
+            raise _Refusal(str(error)) from None
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of a pipe left: click ends quietly
                 raise

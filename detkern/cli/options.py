@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import click
 
 from ..contracts import CONTRACTS
 from ..dtypes import DTYPES, DType, by_name
+from ..errors import DetkernError
 from ..tensors import Device
+from .files import Location, parse_location
 
-__all__ = ["CONTRACT", "DEVICE", "DTYPE"]
+__all__ = ["CONTRACT", "NAMES", "array_file", "device", "element_type"]
 
+NAMES = ", ".join(CONTRACTS)
 CONTRACT = click.Choice(list(CONTRACTS))
 
 
-class _DType(click.ParamType):
-    name = "|".join(d.short for d in DTYPES)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DType:
-        dtype = value if isinstance(value, DType) else by_name(str(value))
-        if dtype is None:
-            self.fail(f"{value!r} is no element type; the types are {', '.join(d.short for d in DTYPES)}", param, ctx)
-        return dtype
+def element_type(text: str) -> DType:
+    """A type's name, short or long."""
+    dtype = by_name(text)
+    if dtype is None:
+        raise click.BadParameter(f"{text!r} is no element type; the types are {', '.join(d.short for d in DTYPES)}")
+    return dtype
 
 
-class _Device(click.ParamType):
-    name = "cpu|cuda:N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Device:
-        if isinstance(value, Device):
-            return value
-        matched = re.fullmatch(r"([a-z]+)(?::(\d+))?", str(value))
-        if matched is None:
-            self.fail(f"{value!r} is no device; write cpu, cuda or cuda:1", param, ctx)
-        return Device(matched[1], int(matched[2] or 0))
+def device(text: str) -> Device:
+    """cpu, cuda (the first) or cuda:1."""
+    matched = re.fullmatch(r"([a-z]+)(?::(\d+))?", text)
+    if matched is None:
+        raise click.BadParameter(f"{text!r} is no device; write cpu, cuda or cuda:1")
+    return Device(matched[1], int(matched[2] or 0))
 
 
-DTYPE = _DType()
-DEVICE = _Device()
+def array_file(text: str) -> Location:
+    """FILE or FILE:KEY."""
+    try:
+        return parse_location(text)
+    except DetkernError as error:
+        raise click.BadParameter(str(error)) from None

@@ -302,7 +302,12 @@ def _strided_output(
     tally.check(f"{kind} out {label}", fetch(out), whole)
     # Put the marker back where the view is: then all of the buffer is as it was.
     before: list[Array] = []
-    layout(marker, lambda array: before.append(np.array(array)) or before[0])
+
+    def remember(array: Array) -> Array:
+        before.append(np.array(array))
+        return before[0]
+
+    layout(marker, remember)
     patterns = np.dtype(f"u{marker.itemsize}")
     out.view(patterns)[...] = subject.place(marker).view(patterns)
     tally.check(f"{kind} around {label}", fetch(buffers[0]).reshape(before[0].shape), before[0], draw=False)

@@ -16,43 +16,40 @@ import detkern
 from ..api import block_scaled_gemm
 from ..contracts import FP8_BLOCK128
 from ..dtypes import BF16, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DetkernError, DTypeError
+from ..errors import ArgumentError, DTypeError
 from .compare import Comparison, compare
-from .files import Location, load, parse_location
-from .options import CONTRACT, DTYPE
+from .files import Location, load
+from .options import CONTRACT, NAMES, array_file, element_type
+from .output import is_stdout
 
 __all__ = ["replay"]
 
 
-class _File(click.ParamType):
-    name = "FILE[:KEY]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Location:
-        if isinstance(value, Location):
-            return value
-        try:
-            return parse_location(value)
-        except DetkernError as error:
-            self.fail(str(error), param, ctx)
-
-
-FILE = _File()
-
-
 @click.command()
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
-@click.option("--contract", type=CONTRACT, required=True, help="The arithmetic that C was computed with.")
-@click.option("--expect", "c", type=FILE, required=True, metavar="C", help="The result to check.")
+@click.argument("a", type=array_file)
+@click.argument("b", type=array_file)
+@click.option("--contract", type=CONTRACT, metavar="NAME", required=True, help=f"What C was computed with: {NAMES}.")
+@click.option("--expect", "c", type=array_file, required=True, metavar="C", help="The result to check.")
 @click.option("--trans-a", is_flag=True, help="A is stored as [.., K, M].")
 @click.option("--trans-b", is_flag=True, help="B is stored as [.., N, K], as the weight of a linear layer is.")
-@click.option("--bias", type=FILE, help="A vector [N] that was added.")
-@click.option("--initial", type=FILE, help="The float32 array that was accumulated into, as it was before.")
-@click.option("--scale-a", type=FILE, help="fp8-block128: float32 scales of A, [M, K/128].")
-@click.option("--scale-b", type=FILE, help="fp8-block128: float32 scales of B, [K/128, N].")
-@click.option("--out-dtype", type=DTYPE, help="What the raw elements of C are; C's own type where the file names it.")
+@click.option("--bias", type=array_file, metavar="FILE[:KEY]", help="A vector [N] that was added.")
 @click.option(
-    "--dtype", type=DTYPE, help="What the raw elements of A, B (and bias, C of that size) are: NumPy saves bf16 as V2."
+    "--initial",
+    type=array_file,
+    metavar="FILE[:KEY]",
+    help="The float32 array that was accumulated into, as it was before.",
+)
+@click.option("--scale-a", type=array_file, metavar="FILE[:KEY]", help="fp8-block128: float32 scales of A, [M, K/128].")
+@click.option("--scale-b", type=array_file, metavar="FILE[:KEY]", help="fp8-block128: float32 scales of B, [K/128, N].")
+@click.option(
+    "--out-dtype", type=element_type, metavar="TYPE", help="What the raw elements of C are: f32, f16 or bf16."
+)
+@click.option(
+    "--dtype",
+    type=element_type,
+    metavar="TYPE",
+    help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy saves "
+    "bfloat16 as raw bytes.",
 )
 @click.option("--json", "json_file", type=click.File("w"), metavar="FILE", help="Write the outcome there (- : here).")
 def replay(
@@ -150,7 +147,7 @@ def _report(outcome: Comparison, c: Location, contract: str, expected: npt.NDArr
         record = {"expect": str(c), "contract": contract, "shape": expected.shape, "dtype": str(expected.dtype)}
         json.dump({**record, "equal": not outcome.differing, **asdict(outcome)}, json_file, indent=2)
         json_file.write("\n")
-        if json_file is sys.stdout or getattr(json_file, "name", "") in ("-", "<stdout>"):
+        if is_stdout(json_file):
             return
     if not outcome.differing:
         click.echo(f"equal: {what}: all {outcome.elements:,} elements have the same bits")

@@ -92,12 +92,17 @@ class Operands:
 
 @dataclass(frozen=True)
 class Subject:
-    """One row of the table that `verify` prints. `backend` is the name that `backend=` takes."""
+    """One row of the table that `verify` prints.
+
+    backend:  the name that `backend=` takes.
+    contract: what it computes; for a backend that follows none (native), what its bits are held against.
+    """
 
     backend: str
     device: Device
     contract: Contract
     dtype: DType
+    follows: bool = True
 
     @property
     def scaled(self) -> bool:
@@ -135,7 +140,8 @@ class Subject:
         """The public call on arrays that are on the device already."""
         if self.scaled:
             return block_scaled_gemm(a, scale_a, b, scale_b, backend=self.backend, **arguments)
-        return detkern.gemm(a, b, contract=self.contract.name, backend=self.backend, **arguments)
+        contract = self.contract.name if self.follows else None
+        return detkern.gemm(a, b, contract=contract, backend=self.backend, **arguments)
 
     def product(
         self,
@@ -221,9 +227,8 @@ def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list
             continue
         pairs = backend.contracts(device)
         if not backend.deterministic:
-            # It computes no contract; what its bits are held against is the device's default.
             pairs = [(default_contract(d, device.kind, backend.capability(device)), d) for d in (F32, F16, BF16)]
         for contract, dtype in pairs:
             if contract != FP8_BLOCK128 or "block_scaled_gemm" in row.ops:
-                subjects.append(Subject(row.name, device, contract, dtype))
+                subjects.append(Subject(row.name, device, contract, dtype, backend.deterministic))
     return subjects

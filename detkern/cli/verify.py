@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,7 +21,8 @@ from ..errors import DetkernError
 from ..operands import VERSION
 from ..registry import backend_names
 from ..tensors import Device
-from .options import CONTRACT, DEVICE
+from .options import CONTRACT, NAMES, device
+from .output import is_stdout, terminal
 from .page import page
 from .properties import FULL, QUICK, Effort, Property
 from .references import PROPERTIES
@@ -37,14 +39,15 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
 @click.option(
     "--backend", "backends", multiple=True, metavar="NAME", help=f"Only this one: {', '.join(backend_names())}."
 )
-@click.option("--contract", "contracts", multiple=True, type=CONTRACT, help="Only this one.")
-@click.option("--device", "wanted", multiple=True, type=DEVICE, help="Only this one.")
+@click.option("--contract", "contracts", multiple=True, type=CONTRACT, metavar="NAME", help=f"Only this one: {NAMES}.")
+@click.option("--device", "wanted", multiple=True, type=device, metavar="DEVICE", help="Only this one: cpu, cuda:0 …")
 @click.option(
     "--property",
     "names",
     multiple=True,
     type=click.Choice([p.name for p in PROPERTIES]),
-    help="Only this one.",
+    metavar="NAME",
+    help=f"Only this one: {', '.join(p.name for p in PROPERTIES)}.",
 )
 @click.option("--json", "json_file", type=click.File("w"), metavar="FILE", help="Write all results there.")
 @click.option("--html", "html_file", type=click.File("w"), metavar="FILE", help="Write a page with pictures there.")
@@ -84,10 +87,8 @@ def verify(
         json_file.write("\n")
     if html_file is not None:
         html_file.write(page(results, properties, effort, seconds))
-    # The terminal's width; 100 columns where there is no terminal.
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    if json_file is None or getattr(json_file, "name", "") not in ("-", "<stdout>"):
-        _print(console, results, properties, seconds, effort)
+    if not is_stdout(json_file):
+        _print(terminal(), results, properties, seconds, effort)
     sys.exit(1 if failed else 0)
 
 
@@ -96,7 +97,8 @@ def check(subject: Subject, item: Property, effort: Effort) -> Result:
     tally = Tally(subject, item.name, item.across, effort.m)
     started = time.perf_counter()
     try:
-        item.check(subject, effort, tally)
+        with np.errstate(all="ignore"):  # specials are meant
+            item.check(subject, effort, tally)
     except DetkernError as error:
         tally.result.error = f"{type(error).__name__}: {error}"
     tally.result.seconds = time.perf_counter() - started
@@ -121,7 +123,10 @@ def _run(subjects: list[Subject], properties: list[Property], effort: Effort) ->
 def _print(console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort) -> None:
     by_place: dict[str, dict[Subject, dict[str, Result]]] = {}
     for result in results:
-        by_place.setdefault(result.subject.place_name, {}).setdefault(result.subject, {})[result.name] = result
+        place = result.subject.place_name
+        if not result.subject.follows:
+            place += " (follows no contract; held against the default of each type)"
+        by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
     for place, rows in by_place.items():
         table = Table(title=place, title_justify="left", box=None, padding=(0, 1, 0, 0), title_style="bold")
         table.add_column("", no_wrap=True)
@@ -136,7 +141,7 @@ def _print(console: Console, results: list[Result], properties: list[Property], 
     for result in failures:
         console.print(Text(f"FAILED {result.subject}: {result.name}", "bold red"))
         for line in result.reasons():
-            console.print(Text(f"  {line}"))
+            console.print(Text(f"  {line}"), soft_wrap=True)
     compared = sum(result.compared for result in results)
     outcome = f"{len(failures)} of {len(results)} checks FAILED" if failures else f"all {len(results)} checks passed"
     console.print(f"{outcome}: {compared:,} elements compared in {seconds:.1f} s ({effort.name})")
