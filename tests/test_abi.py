@@ -1,0 +1,284 @@
+"""abi.h against its ctypes mirrors, the loader's refusals, and the build: its key, its cache, its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from detkern import abi, config
+from detkern.abi import build as build_module
+from detkern.abi import mirror
+from detkern.abi.build import Recipe, build, cache_folder, find_compiler
+from detkern.abi.library import Library
+from detkern.contracts import CONTRACTS
+from detkern.cpu import compiled
+from detkern.dtypes import DTYPES
+from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DeviceError
+
+HEADER = Path(abi.__file__).with_name("abi.h")
+STRUCTS = {
+    "detkern_capabilities": mirror.Capabilities,
+    "detkern_gemm_descriptor": mirror.GemmDescriptor,
+    "detkern_block_scaled_descriptor": mirror.BlockScaledDescriptor,
+}
+
+
+def compile_library(folder: Path, source: str, name: str = "made") -> Path:
+    path = folder / f"{name}.cpp"
+    path.write_text(f'#include "{HEADER}"\n{source}')
+    library = folder / f"{name}.so"
+    command = [*find_compiler().command, "-O1", "-std=c++17", "-shared", "-fPIC", str(path), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+def small_recipe(folder: Path, body: str = "return 7;", flags: tuple[str, ...] = ("-O1", "-fPIC")) -> Recipe:
+    source = folder / "small.cpp"
+    source.write_text(f'extern "C" int seven() {{ {body} }}\n')
+    return Recipe("small", (source,), (), flags, ("-shared",))
+
+
+def logging_compiler(folder: Path, log: Path, extra: str = "") -> Path:
+    """A compiler command that notes every call but `--version`, and takes a moment."""
+    script = folder / "logging-c++"
+    compiler = " ".join(find_compiler().command)
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || {{ echo "$@" >> {log}; sleep 0.2; }}\nexec {compiler} "$@" {extra}\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(config, "cache_dir", folder)
+    return folder
+
+
+def header_fields(struct: str) -> list[str]:
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    body = re.search(r"typedef struct \{([^}]*)\} " + struct + ";", text)
+    assert body is not None
+    names = []
+    for statement in body[1].split(";")[:-1]:
+        declarators = re.sub(r"^\s*(const\s+)?\w+\s", "", statement).split(",")
+        names += [re.sub(r"[*\s]|\[.*\]", "", declarator) for declarator in declarators]
+    return names
+
+
+def test_mirrors_have_the_offsets_that_a_compiler_gives(tmp_path: Path) -> None:
+    lines, expected = [], []
+    for name, structure in STRUCTS.items():
+        fields = [field[0] for field in structure._fields_]
+        assert fields == header_fields(name)
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(structure)}")
+        for field in fields:
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
+            )
+            described = getattr(structure, field)
+            expected.append(f"{name}.{field} {described.offset} {described.size}")
+    for value in ("DETKERN_ABI_VERSION", "DETKERN_MAX_BATCH_RANK"):
+        lines.append(f'printf("{value} %d\\n", {value});')
+    expected += [f"DETKERN_ABI_VERSION {mirror.ABI_VERSION}", f"DETKERN_MAX_BATCH_RANK {mirror.MAX_BATCH_RANK}"]
+    source = tmp_path / "offsets.c"
+    body = "\n".join(lines)
+    source.write_text(f'#include <stddef.h>\n#include <stdio.h>\n#include "{HEADER}"\nint main() {{\n{body}\n}}\n')
+    program = tmp_path / "offsets"
+    # -xc: the header must be C as well.
+    subprocess.run([*find_compiler().command, "-xc", "-std=c99", str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == expected
+
+
+def test_codes_are_the_headers() -> None:
+    codes = {name: int(value) for name, value in re.findall(r"DETKERN_(\w+) = (\d+)", HEADER.read_text())}
+    for dtype in DTYPES:
+        assert codes.pop(dtype.short.upper()) == dtype.code
+    for contract in CONTRACTS.values():
+        assert codes.pop(contract.name.upper().replace("-", "_")) == contract.code
+    assert codes == {
+        name: getattr(mirror, name) for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT")
+    }
+    assert set(mirror.STATUS_NAMES) == set(codes.values())
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="nowhere.so cannot be loaded"):
+        Library(tmp_path / "nowhere.so")
+    garbage = tmp_path / "garbage.so"
+    garbage.write_bytes(b"no library")
+    with pytest.raises(BackendUnavailable, match="garbage.so cannot be loaded"):
+        Library(garbage)
+    with pytest.raises(BackendUnavailable, match="no function detkern_abi_version"):
+        Library(compile_library(tmp_path, "int unrelated() { return 0; }"))
+
+
+def test_missing_functions_and_other_versions_are_refused(tmp_path: Path) -> None:
+    old = compile_library(tmp_path, "int32_t detkern_abi_version() { return 99; }", "old")
+    with pytest.raises(BackendUnavailable, match=f"ABI version 99, this detkern needs {mirror.ABI_VERSION}"):
+        Library(old)
+    partial = "int32_t detkern_abi_version() { return 1; } const char* detkern_last_error() { return 0; }"
+    with pytest.raises(BackendUnavailable, match="no function detkern_gemm"):
+        Library(compile_library(tmp_path, partial, "partial"))
+
+
+STUB = """
+static const char* said = "";
+int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; }
+const char* detkern_last_error() { return said; }
+int32_t detkern_get_capabilities(detkern_capabilities* c) {
+  if (c->size != sizeof *c) return DETKERN_INVALID;
+  c->host_memory = 0;
+  c->gemm_offers = 1ull << (DETKERN_FMA * 8 + DETKERN_BF16);
+  __builtin_strcpy(c->name, "stub");
+  return DETKERN_OK;
+}
+int32_t detkern_gemm(const detkern_gemm_descriptor* d) { said = "told so"; return d->contract; }
+int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* d) { said = 0; return d->a_dtype; }
+"""
+
+
+def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) -> None:
+    library = Library(compile_library(tmp_path, STUB))
+    assert (library.name, library.host_memory, library.gemm_offers) == ("stub", False, {(1, 3)})
+    descriptor = mirror.described(mirror.GemmDescriptor)
+    library.gemm(descriptor)
+    for status, error in (
+        (mirror.INVALID, ArgumentError),
+        (mirror.UNSUPPORTED, ContractUnsupported),
+        (mirror.OUT_OF_MEMORY, DeviceError),
+        (mirror.DEVICE_FAULT, DeviceError),
+        (77, DeviceError),
+    ):
+        descriptor.contract = status
+        with pytest.raises(error, match=rf"detkern_gemm: .*\({status}\): told so"):
+            library.gemm(descriptor)
+        block_scaled = mirror.described(mirror.BlockScaledDescriptor)
+        block_scaled.a_dtype = status
+        with pytest.raises(error, match=r"detkern_block_scaled_gemm: .*: no message"):
+            library.block_scaled_gemm(block_scaled)
+
+
+def test_the_key_covers_sources_flags_compiler_and_cpu(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(small_recipe(tmp_path))
+    assert build(small_recipe(tmp_path)) == first and first.parent == cache
+    made = {first}
+    made.add(build(small_recipe(tmp_path, "return 8;")))
+    made.add(build(small_recipe(tmp_path, flags=("-O2", "-fPIC"))))
+    made.add(build(small_recipe(tmp_path), build_module.Compiler(find_compiler().command, "another version")))
+    monkeypatch.setattr(build_module, "cpu_features", lambda: "another machine")
+    made.add(build(small_recipe(tmp_path)))
+    monkeypatch.setattr(build_module, "ABI_VERSION", 2)
+    made.add(build(small_recipe(tmp_path)))
+    assert len(made) == 6
+    assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
+
+
+def test_compiler_errors_are_carried(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BuildError, match="undeclared_thing"):
+        build(small_recipe(tmp_path, "return undeclared_thing;"))
+    assert not list(cache.glob("*.so"))
+    for command, message in ((str(tmp_path / "no-such-c++"), "not found"), ("false", "exit status 1")):
+        monkeypatch.setenv("CXX", command)
+        with pytest.raises(BuildError, match=message) as raised:
+            find_compiler()
+        assert command in str(raised.value) and "CXX" in str(raised.value) and "PATH" in str(raised.value)
+
+
+def test_cxx_may_carry_arguments(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{find_compiler().command[0]} -DSEVEN=9")
+    library = ctypes.CDLL(str(build(small_recipe(tmp_path, "return SEVEN;"))))
+    assert library.seven() == 9
+
+
+def test_threads_build_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "calls"
+    monkeypatch.setenv("CXX", str(logging_compiler(tmp_path, log)))
+    recipe = small_recipe(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: build(recipe), range(8)))) == 1
+    assert len(log.read_text().splitlines()) == 2  # compile, link
+
+
+def test_processes_build_once_and_each_sees_a_whole_library(tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    small_recipe(tmp_path)
+    script = (
+        "import ctypes, sys; from pathlib import Path\n"
+        "from detkern.abi.build import Recipe, build\n"
+        f"recipe = Recipe('small', (Path({str(tmp_path / 'small.cpp')!r}),), (), ('-O1', '-fPIC'), ('-shared',))\n"
+        "sys.exit(ctypes.CDLL(str(build(recipe))).seven())"
+    )
+    environment = {
+        **os.environ,
+        "CXX": str(logging_compiler(tmp_path, log)),
+        "DETKERN_CACHE_DIR": str(tmp_path / "shared"),
+    }
+    processes = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(8)]
+    assert [process.wait() for process in processes] == [7] * 8
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_cache_folder_is_the_configured_one_then_xdg_then_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "cache_dir", tmp_path / "asked")
+    assert cache_folder() == tmp_path / "asked"
+    monkeypatch.setattr(config, "cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "detkern"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "detkern"
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
+
+
+def test_an_unwritable_home_falls_back_to_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(config, "cache_dir", None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(blocked))  # no folder can be made there, by root either
+    monkeypatch.setattr(build_module.tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "detkern"):
+        folder = cache_folder()
+    assert folder == tmp_path / f"detkern-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(blocked) in caplog.text and str(folder) in caplog.text
+    folder.chmod(0o777)  # anybody could put a library there
+    with pytest.raises(BuildError, match="somebody else"):
+        cache_folder()
+    monkeypatch.setattr(config, "cache_dir", blocked)  # asked for by name: no fallback
+    with pytest.raises(BuildError, match="cannot be written"):
+        cache_folder()
+
+
+def test_nothing_in_the_recipe_may_change_the_arithmetic() -> None:
+    recipe = compiled.recipe()
+    flags = [*recipe.flags, *recipe.link_flags]
+    assert "-ffp-contract=off" in flags and flags.index("-fno-fast-math") > flags.index("-O3")
+    risky = re.compile(
+        r"-Ofast|-f(fast-math|unsafe|associative|reciprocal|finite|no-signed-zeros|no-honor|fp-model|rounding)|-mdaz"
+    )
+    assert not [flag for flag in flags if risky.match(flag)]
+    assert {path.name for path in recipe.sources} >= {"fma.cpp", "mma.cpp", "tree.cpp", "fp8.cpp", "library.cpp"}
+    folder = HEADER.parent.parent / "cpu"
+    assert set(recipe.headers) == {*folder.glob("*.h"), HEADER}
+    text = "\n".join(path.read_text() for path in (*recipe.sources, *recipe.headers))
+    assert not re.search(r"#pragma\s+(GCC|STDC|clang|omp)|__attribute__\(\(optimize", text)
