@@ -128,14 +128,14 @@ def _make_plan(
     backend: str | None,
 ) -> GemmPlan:
     _check_operand_types(names, left, right)
-    rows = _matrix(left, trans_left, names.left, vector_is_row=True)
-    columns = _matrix(right, trans_right, names.right, vector_is_row=False)
     if names.function == "linear" and len(right.shape) != 2:
         raise ShapeError(f"{names.right} has shape {list(right.shape)}; linear needs [N, K], two dimensions")
     if names.function in ("gemm_da", "gemm_db"):
         for view, argument in ((left, names.left), (right, names.right)):
             if len(view.shape) < 2:
                 raise ShapeError(f"{argument} has shape {list(view.shape)}; {names.function} needs at least two dimensions")
+    rows = _matrix(left, trans_left, names.left, vector_is_row=True)
+    columns = _matrix(right, trans_right, names.right, vector_is_row=False)
     if rows.shape[-1] != columns.shape[-2]:
         raise _inner_sizes(names, left, right, trans_left, trans_right)
     batch = _broadcast(names, left, right, rows.shape[:-2], columns.shape[:-2])

@@ -15,7 +15,7 @@ from ..dtypes import E4M3, F16, F32, DType
 from ..errors import ArgumentError, DTypeError
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
-from .dlpack import Exported, read
+from .dlpack import Exported, device_of, read
 from .numpy import CPU, host_memory, scratch
 from .streams import cupy_runtime, keep, order, synchronize
 from .types import refuse_type
@@ -81,8 +81,9 @@ class _DLPack(_Foreign):
     def _read(self, array: Any, argument: str, stream: int | None) -> tuple[TensorView, bool]:
         code, index = array.__dlpack_device__()
         cast = f"a cast of {argument} to float32"
-        if int(code) in (2, 13):
-            handle = self.execution(Device("cuda", int(index))).stream if stream is None else stream
+        device = device_of(code, index, argument)
+        if device.kind != "cpu":
+            handle = self.execution(device).stream if stream is None else stream
             imported = read(array, argument, cast, stream=handle or 1)
         else:
             imported = read(array, argument, cast)

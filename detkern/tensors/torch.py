@@ -35,6 +35,7 @@ class _Torch(Adapter):
         self._torch_types = {dtype: torch_type for torch_type, dtype in self._types.items()}
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._strided_layout = torch.strided
+        self._forward_ad = torch.autograd.forward_ad
         self._grad_enabled: Callable[[], bool] = torch.is_grad_enabled
         self._kinds = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
         self._devices: dict[Any, Device] = {}
@@ -69,6 +70,7 @@ class _Torch(Adapter):
             or array.layout is not self._strided_layout
             or array.requires_grad
             or array._is_zerotensor()
+            or self._forward_level() >= 0
         ):
             dtype = self._checked(array, argument)
         device = self._devices.get(array.device) or self._device(array, argument)
@@ -99,8 +101,6 @@ class _Torch(Adapter):
         dtype = self._types.get(array.dtype)
         if dtype is None:
             raise refuse_type(argument, str(array.dtype).removeprefix("torch."), f"{argument}.to(torch.float32)")
-        if array.device.type == "meta":
-            raise DeviceError(f"{argument} is on the meta device and has no data; give a tensor on cpu or cuda")
         if array._is_zerotensor():
             raise DTypeError(f"{argument} is a lazy zero tensor; give {argument}.clone()")
         if array.requires_grad and self._grad_enabled():
@@ -108,10 +108,22 @@ class _Torch(Adapter):
                 f"{argument} requires grad, and this call would record no gradient: use detkern.torch for one, or give "
                 f"{argument}.detach(), or call under torch.no_grad()"
             )
+        if self._forward_level() >= 0 and self._forward_ad.unpack_dual(array).tangent is not None:
+            raise ArgumentError(
+                f"{argument} carries a forward-mode tangent, which this call would drop: use detkern.torch, or give "
+                f"the primal, torch.autograd.forward_ad.unpack_dual({argument}).primal"
+            )
         return dtype
+
+    def _forward_level(self) -> int:
+        """The level of forward-mode differentiation that is entered, or -1."""
+        level: int = getattr(self._forward_ad, "_current_level", 0)
+        return level
 
     def _device(self, array: Any, argument: str) -> Device:
         kind = self._kinds.get(array.device.type)
+        if array.device.type == "meta":
+            raise DeviceError(f"{argument} is on the meta device and has no data; give a tensor on cpu or cuda")
         if kind is None:
             raise DeviceError(f"{argument} is on {array.device}; detkern serves tensors on {', '.join(self._kinds)}")
         device = Device(kind, array.device.index or 0)
