@@ -22,9 +22,9 @@ constexpr int BAND = TILE_N > TILE_M ? 16 : 8;  // a wave of CTAs covers about a
 
 using LayoutA = TileLayout<LOAD_A, TILE_M, TILE_K>;
 using LayoutB = TileLayout<LOAD_B, TILE_N, TILE_K>;
-using CopyA = TileCopy<LOAD_A, uint16_t, TILE_M, TILE_K, THREADS>;
-using CopyB = TileCopy<LOAD_B, uint16_t, TILE_N, TILE_K, THREADS>;
-using Store = FragmentStore<WARP_M, WARP_N>;
+using CopyA = TileCopy<LOAD_A, TILE_M, TILE_K, THREADS>;
+using CopyB = TileCopy<LOAD_B, TILE_N, TILE_K, THREADS>;
+using WarpOutput = OutputSlab<WARP_M, WARP_N, WARPS_M>;
 
 constexpr int STAGE_BYTES = LayoutA::BYTES + LayoutB::BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
@@ -32,7 +32,7 @@ static_assert(MMA_K == 8 || MMA_K == 16, "the steps of mma8 and mma16");
 static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows must be a power of two, at least 16");
 static_assert(WARP_N % 16 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 16");
 static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
-static_assert(SMEM_BYTES >= STAGES * STAGE_BYTES && SMEM_BYTES >= WARPS_M * WARPS_N * Store::BYTES, "shared memory");
+static_assert(SMEM_BYTES >= STAGES * STAGE_BYTES && SMEM_BYTES >= WARPS_M * WARPS_N * WarpOutput::BYTES, "shared memory");
 
 DETKERN_INLINE void mma_step(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (MMA_K == 16) {
@@ -53,36 +53,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
   const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
   const int64_t k_tiles = (p.k + TILE_K - 1) / TILE_K;
 
-  const int64_t tiles = tile_count<TILE_M, TILE_N>(p);
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    const Epilogue epilogue(p, output.batch);
     CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
-                 output.row, p.m, p.k);
+                 output.row, p.m);
     CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
-                 output.column, p.n, p.k);
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-      if (stage < k_tiles) {
-        copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{});
-        copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{});
-      }
-      copy_async_commit();
-    }
-
+                 output.column, p.n);
     float acc[BLOCKS_M][2 * BLOCKS_N][4];
-    const int64_t row = output.row + warp_m + lane / 4, column = output.column + warp_n + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < BLOCKS_M; ++i) {
 #pragma unroll
       for (int j = 0; j < 2 * BLOCKS_N; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          acc[i][j][e] = p.accumulate ? epilogue.initial(row + i * 16 + e / 2 * 8, column + j * 8 + e % 2) : 0.0f;
-        }
+        for (int e = 0; e < 4; ++e) acc[i][j][e] = 0.0f;
       }
     }
+    if (p.accumulate) {
+      WarpOutput(p, shared, output).load(acc);
+      __syncthreads();  // the slabs lie where the stages will
+    }
 
+    int64_t k_left = p.k;  // from the next tile to be copied on
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, k_left);
+      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, k_left);
+      copy_async_commit();
+      k_left -= TILE_K;
+    }
     copy_async_wait<STAGES - 2>();
     __syncthreads();
     uint32_t a[2][BLOCKS_M][4], b[2][BLOCKS_N][4];
@@ -107,11 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
 #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) address_b.load(b[next][j], read + LayoutA::BYTES, next_step, j);
         if (step == 0) {
-          if (k_tile + STAGES - 1 < k_tiles) {
-            copy_a.copy(write, LayoutA{});
-            copy_b.copy(write + LayoutA::BYTES, LayoutB{});
-          }
+          copy_a.copy(write, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
+          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k_left);
           copy_async_commit();
+          k_left -= TILE_K;
           write = write == last_stage ? first_stage : write + STAGE_BYTES;
         }
 #pragma unroll
@@ -125,11 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
       }
     }
 
+    copy_async_wait<0>();
     __syncthreads();
-    Store store(epilogue, reinterpret_cast<float*>(shared) + warp * (Store::BYTES / 4), output.row + warp_m,
-                output.column + warp_n, p.out_row == 1 && p.out_col != 1);
-#pragma unroll
-    for (int i = 0; i < BLOCKS_M; ++i) store(i, acc[i]);
+    WarpOutput(p, shared, output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile))).store<false>(
+        [&](int block, int j, int half) { return make_float2(acc[block][j][2 * half], acc[block][j][2 * half + 1]); });
     __syncthreads();
   }
 }

@@ -1,67 +1,128 @@
-// From the warps' fragments of an output tile to global memory, for the tensor-core kernels.
+// Between the warps' fragments of an output tile and global memory, for the tensor-core kernels.
 //
-// Each warp moves a slab of 16 rows at a time through shared memory, so that neighbouring lanes finish neighbouring columns
-// (or rows, where the output's columns are what is contiguous) and write whole sectors.
+// Each warp moves 16 rows at a time through a slab of shared memory, so that neighbouring lanes take neighbouring columns
+// (or rows, where the output's columns are what is contiguous) and whole sectors are read and written. The loop over
+// these blocks stays rolled, to keep the code small; only the accesses to the fragments, which are registers, are written
+// out for each block.
 #pragma once
 
 #include "epilogue.cuh"
 
-template <int EXTENT_M, int EXTENT_N>
-class FragmentStore {
+// A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g + 8,
+// columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another.
+template <int ROWS, int COLUMNS, int WARP_ROWS>
+class OutputSlab {
  public:
-  static constexpr int PITCH = EXTENT_N + 8;  // floats; eight more keep the fragments' pairs free of bank conflicts
+  static constexpr int PITCH = COLUMNS + 8;     // floats; eight more keep the fragments' pairs free of bank conflicts
   static constexpr int BYTES = 16 * PITCH * 4;  // of shared memory, for one warp
 
-  // `slab`: this warp's BYTES of shared memory, 16-byte aligned. row, column: the first of the warp's outputs.
-  DETKERN_INLINE FragmentStore(const Epilogue& epilogue, float* slab, int64_t row, int64_t column, bool columns_contiguous)
-      : epilogue_(epilogue), slab_(slab), row_(row), column_(column), transposed_(columns_contiguous) {}
+  // slabs: BYTES of shared memory for each warp, 16-byte aligned. row, column: of the CTA's first output.
+  //
+  // The thread's index is read anew for each tile: what is computed from it would otherwise be kept in registers
+  // throughout the main loop.
+  DETKERN_INLINE OutputSlab(const GemmParams& p, unsigned char* slabs, const OutputTile& tile)
+      : epilogue_(p, tile.batch), rows_contiguous_(p.out_row != 1 || p.out_col == 1) {
+    const int thread = thread_index();
+    const int warp = thread / 32;
+    lane_ = thread % 32;
+    slab_ = reinterpret_cast<float*>(slabs + warp * BYTES);
+    row_ = tile.row + warp % WARP_ROWS * ROWS;
+    column_ = tile.column + warp / WARP_ROWS * COLUMNS;
+  }
 
-  // Finishes 16 rows, the block-th of the warp. fragment[j] are the accumulators of columns 8 * j to 8 * j + 7 as
-  // mma.sync gives them: rows g and g + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4).
-  DETKERN_INLINE void operator()(int block, const float (&fragment)[EXTENT_N / 8][4]) {
-    const int lane = threadIdx.x % 32;
-    __syncwarp();
+  // What the chains start from.
+  DETKERN_INLINE void load(float (&fragments)[ROWS / 16][COLUMNS / 8][4]) const {
+#pragma unroll 1
+    for (int block = 0; block < ROWS / 16; ++block) {
+      const int64_t first = row_ + 16 * block;
+#pragma unroll 4
+      for (int i = lane_; i < 16 * COLUMNS; i += 32) {
+        const int row = rows_contiguous_ ? i / COLUMNS : i % 16, column = rows_contiguous_ ? i % COLUMNS : i / 16;
+        slab_[row * PITCH + column] = epilogue_.initial(first + row, column_ + column);
+      }
+      __syncwarp();
 #pragma unroll
-    for (int j = 0; j < EXTENT_N / 8; ++j) {
-      float* pair = slab_ + lane / 4 * PITCH + j * 8 + lane % 4 * 2;
-      *reinterpret_cast<float2*>(pair) = make_float2(fragment[j][0], fragment[j][1]);
-      *reinterpret_cast<float2*>(pair + 8 * PITCH) = make_float2(fragment[j][2], fragment[j][3]);
+      for (int b = 0; b < ROWS / 16; ++b) {
+        if (b != block) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 two = *pair(j, half);
+            fragments[b][j][2 * half] = two.x;
+            fragments[b][j][2 * half + 1] = two.y;
+          }
+        }
+      }
+      __syncwarp();
     }
-    __syncwarp();
-    if (transposed_) {
-      by_columns(row_ + 16 * block, lane);
-    } else {
-      by_rows(row_ + 16 * block, lane);
+  }
+
+  // Finishes and writes the outputs. value(block, j, half) gives the float2 of rows g + 8 * half in columns 8 * j + 2t and
+  // beyond. ADD_OUT: the output as it was is added first, where it accumulates.
+  template <bool ADD_OUT, typename Value>
+  DETKERN_INLINE void store(Value value) const {
+#pragma unroll 1
+    for (int block = 0; block < ROWS / 16; ++block) {
+#pragma unroll
+      for (int b = 0; b < ROWS / 16; ++b) {
+        if (b != block) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) *pair(j, half) = value(b, j, half);
+        }
+      }
+      __syncwarp();
+      if (rows_contiguous_) {
+        write_by_rows<ADD_OUT>(row_ + 16 * block);
+      } else {
+        write_by_columns<ADD_OUT>(row_ + 16 * block);
+      }
+      __syncwarp();
     }
   }
 
  private:
-  DETKERN_INLINE void by_rows(int64_t first, int lane) const {
-    constexpr int LANES = EXTENT_N / 4;  // for one row, four columns each
-    const int column = lane % LANES * 4;
+  DETKERN_INLINE float2* pair(int j, int half) const {
+    return reinterpret_cast<float2*>(slab_ + (lane_ / 4 + 8 * half) * PITCH + j * 8 + lane_ % 4 * 2);
+  }
+
+  template <bool ADD_OUT>
+  DETKERN_INLINE void write_by_rows(int64_t first) const {
+    constexpr int LANES = COLUMNS / 4;  // for one row, four columns each
+    const int column = lane_ % LANES * 4;
     float bias[4];
     epilogue_.load_bias(column_ + column, bias);
 #pragma unroll 1
-    for (int row = lane / LANES; row < 16; row += 32 / LANES) {
+    for (int row = lane_ / LANES; row < 16; row += 32 / LANES) {
       const float4 four = *reinterpret_cast<const float4*>(slab_ + row * PITCH + column);
-      const float values[4] = {four.x, four.y, four.z, four.w};
+      float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; ADD_OUT && i < 4; ++i) {
+        values[i] = __fadd_rn(values[i], epilogue_.initial(first + row, column_ + column + i));
+      }
       epilogue_.store(first + row, column_ + column, values, bias);
     }
   }
 
-  DETKERN_INLINE void by_columns(int64_t first, int lane) const {
+  template <bool ADD_OUT>
+  DETKERN_INLINE void write_by_columns(int64_t first) const {
+    const int row = lane_ % 16;
 #pragma unroll 1
-    for (int column = lane / 16; column < EXTENT_N; column += 2) {
+    for (int column = lane_ / 16; column < COLUMNS; column += 2) {
       float bias[1];
       epilogue_.load_bias(column_ + column, bias);
-      const float values[1] = {slab_[lane % 16 * PITCH + column]};
-      epilogue_.store(first + lane % 16, column_ + column, values, bias);
+      float values[1] = {slab_[row * PITCH + column]};
+      if (ADD_OUT) values[0] = __fadd_rn(values[0], epilogue_.initial(first + row, column_ + column));
+      epilogue_.store(first + row, column_ + column, values, bias);
     }
   }
 
-  const Epilogue& epilogue_;
+  Epilogue epilogue_;
   float* slab_;
   int64_t row_;
   int64_t column_;
-  bool transposed_;
+  int lane_;
+  bool rows_contiguous_;
 };

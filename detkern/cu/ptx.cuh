@@ -6,6 +6,23 @@
 
 #define DETKERN_INLINE __device__ __forceinline__
 
+// Hides where a value came from: what is derived from it afterwards is derived anew.
+DETKERN_INLINE void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
+
+// The thread's index in its CTA (10.1), read where it stands: a compiler may not move it, nor what follows from it.
+DETKERN_INLINE int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// The same value, from which a compiler must compute anew: for what is needed again only after a long loop, which would
+// otherwise keep it in registers.
+DETKERN_INLINE int64_t afresh(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
 DETKERN_INLINE uint32_t shared_address(const void* pointer) {

@@ -1,0 +1,198 @@
+// Contract tree-mma16 (mma.sync.m16n8k16, sm_90 and newer), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
+// one rounding to the operand type, merged along the mid-split tree by sums rounded to that type.
+//
+// Tree. At the smallest depth D where no node has more than four leaves, node j has floor((L + bitreverse_D(j)) / 2^D) of the L
+// leaves (merge.cuh says why). Such a node is merged in registers: `right` gathers its right half, `left` holds its left.
+// The 2^D nodes are the leaves of a perfect tree, whose waiting left children MergeStack keeps in shared memory and scratch.
+// -0 + x is x for every x, so that starting a sum from -0 adds nothing.
+// Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 16 columns of a warp at a time.
+// Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
+// Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K, WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8))
+//                             + SHARED_LEVELS * 2 * TILE_M * TILE_N.
+// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k / 32).
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, SHARED_LEVELS, SMEM_BYTES.
+#include "merge.cuh"
+#include "mma_epilogue.cuh"
+#include "mma_tile.cuh"
+
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARP_M = TILE_M / WARPS_M;
+constexpr int WARP_N = TILE_N / WARPS_N;
+constexpr int BLOCKS_M = WARP_M / 16;
+constexpr int BLOCKS_N = WARP_N / 16;
+constexpr int LEAF_K = 32;
+constexpr int STAGE_LEAVES = TILE_K / LEAF_K;
+constexpr int NODE_LEAVES = 4;
+constexpr int BAND = TILE_N > TILE_M ? 16 : 8;  // a wave of CTAs covers about as many rows as columns
+constexpr int WORDS = WARP_M * WARP_N / 64;     // of two outputs, a thread
+constexpr uint32_t MINUS_ZEROS = 0x80008000u;
+
+using LayoutA = TileLayout<LOAD_A, TILE_M, TILE_K>;
+using LayoutB = TileLayout<LOAD_B, TILE_N, TILE_K>;
+using CopyA = TileCopy<LOAD_A, TILE_M, TILE_K, THREADS>;
+using CopyB = TileCopy<LOAD_B, TILE_N, TILE_K, THREADS>;
+using WarpOutput = OutputSlab<WARP_M, WARP_N, WARPS_M>;
+using Stack = MergeStack<OPERAND, WORDS, SHARED_LEVELS, THREADS>;
+
+constexpr int STAGE_BYTES = LayoutA::BYTES + LayoutB::BYTES;
+constexpr int SLAB_BYTES = WARPS_M * WARPS_N * WarpOutput::BYTES;
+constexpr int LEVELS_AT = STAGES * STAGE_BYTES > SLAB_BYTES ? STAGES * STAGE_BYTES : SLAB_BYTES;
+static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
+static_assert(TILE_K % LEAF_K == 0, "a stage must be whole leaves");
+static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows must be a power of two, at least 16");
+static_assert(WARP_N % 32 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 32");
+static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
+static_assert(SMEM_BYTES == LEVELS_AT + SHARED_LEVELS * Stack::LEVEL_BYTES, "shared memory");
+
+// The leaves' way through the nodes of at most NODE_LEAVES.
+class NodeWalk {
+ public:
+  DETKERN_INLINE explicit NodeWalk(int64_t leaves) : leaves_(leaves), node_(0), leaf_(0) {
+    const int64_t quarter = (leaves + NODE_LEAVES - 1) / NODE_LEAVES;
+    depth_ = quarter > 1 ? 64 - __clzll(quarter - 1) : 0;
+    enter();
+  }
+
+  DETKERN_INLINE int64_t nodes() const { return int64_t(1) << depth_; }
+  DETKERN_INLINE bool ends_left_half() const { return leaf_ + 1 == size_ / 2; }
+  DETKERN_INLINE bool ends_node() const { return leaf_ + 1 == size_; }
+
+  DETKERN_INLINE void step() {
+    if (ends_node()) {
+      leaf_ = 0;
+      ++node_;
+      enter();
+    } else {
+      ++leaf_;
+    }
+  }
+
+ private:
+  DETKERN_INLINE void enter() {
+    const uint64_t reversed = depth_ == 0 ? 0 : __brevll(node_) >> (64 - depth_);
+    size_ = static_cast<int>((leaves_ + static_cast<int64_t>(reversed)) >> depth_);
+  }
+
+  int64_t leaves_;
+  uint64_t node_;
+  int depth_;
+  int size_;  // leaves of the current node
+  int leaf_;  // within it
+};
+
+DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) sum[i] = add_pair<OPERAND>(sum[i], other[i]);
+}
+
+DETKERN_INLINE void clear_words(uint32_t (&words)[WORDS]) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) words[i] = MINUS_ZEROS;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __grid_constant__ GemmParams p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t first_stage = shared_address(shared);
+  const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+  const FragmentAddress<LayoutA> address_a(true, warp_m, lane);
+  const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
+  const int64_t leaves = (p.k + LEAF_K - 1) / LEAF_K;
+
+  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
+    const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
+    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+                 output.row, p.m);
+    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+                 output.column, p.n);
+    int64_t k_left = p.k;  // from the next tile to be copied on
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, k_left);
+      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, k_left);
+      copy_async_commit();
+      k_left -= TILE_K;
+    }
+
+    NodeWalk walk(leaves);
+    Stack stack(walk.nodes(), first_stage + LEVELS_AT, p.scratch);
+    uint32_t left[WORDS], right[WORDS];
+    clear_words(left);
+    clear_words(right);
+
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+    uint32_t a[2][BLOCKS_M][4], b[2][2][4];  // [step of the leaf]; for b first the parity of the block of 16 columns
+    uint32_t read = first_stage, write = last_stage;
+    int leaf_in_stage = 0;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[step][i], read, step, i);
+      address_b.load(b[0][step], read + LayoutA::BYTES, step, 0);
+    }
+
+#pragma unroll 1
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
+#pragma unroll
+      for (int j = 0; j < BLOCKS_N; ++j) {
+        const int now = j % 2, next = (j + 1) % BLOCKS_N % 2;
+        const bool last = j == BLOCKS_N - 1;
+        if (last && ++leaf_in_stage == STAGE_LEAVES) {
+          // Every thread has read all it needs of this stage, and the next one is complete.
+          leaf_in_stage = 0;
+          copy_async_wait<STAGES - 2>();
+          __syncthreads();
+          read = read == last_stage ? first_stage : read + STAGE_BYTES;
+          copy_a.copy(write, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
+          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k_left);
+          copy_async_commit();
+          k_left -= TILE_K;
+          write = write == last_stage ? first_stage : write + STAGE_BYTES;
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          address_b.load(b[next][step], read + LayoutA::BYTES, leaf_in_stage * 2 + step, (j + 1) % BLOCKS_N);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float acc[BLOCKS_M][4] = {};
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+#pragma unroll
+            for (int i = 0; i < BLOCKS_M; ++i) {
+              mma_m16n8k16<OPERAND>(acc[i], a[step][i], b[now][step][2 * h], b[now][step][2 * h + 1]);
+              if (last && h == 1) address_a.load(a[step][i], read, leaf_in_stage * 2 + step, i);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < BLOCKS_M; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              uint32_t& sum = right[((i * BLOCKS_N + j) * 2 + h) * 2 + half];
+              sum = add_pair<OPERAND>(sum, round_pair<OPERAND>(acc[i][2 * half], acc[i][2 * half + 1]));
+            }
+          }
+        }
+      }
+      if (walk.ends_left_half() || walk.ends_node()) {
+        add_words(left, right);
+        clear_words(right);
+        if (walk.ends_node()) {
+          stack.push(left);
+          if (leaf + 1 < leaves) clear_words(left);
+        }
+      }
+      walk.step();
+    }
+
+    copy_async_wait<0>();
+    __syncthreads();
+    WarpOutput(p, shared, output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile))).store<true>([&](int block, int j, int half) {
+      const uint32_t word = left[(block * 2 * BLOCKS_N + j) * 2 + half];
+      return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
+    });
+    __syncthreads();
+  }
+}
