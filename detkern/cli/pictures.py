@@ -8,7 +8,7 @@ from .results import SHADES, Cell, Grid, Histogram
 
 __all__ = ["svg"]
 
-_LABEL, _CELL, _ROW, _TOP = 104, 8, 11, 4
+_LABEL, _CELL, _ROW, _TOP = 112, 8, 11, 4
 # Light to dark, one hue; a mismatch differs in hue, lightness and by its cross.
 _BLUES = ("#d3e4f3", "#b5d1ea", "#90badd", "#6a9fcd", "#4a83ba", "#2f68a3")
 
@@ -73,7 +73,7 @@ def _choose(
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 24 else label[:23] + "…"
+    return label if len(label) <= 26 else label[:25] + "…"
 
 
 def _histogram(histogram: Histogram) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from .. import config
 from ..dtypes import E4M3, F32, DType
 from ..operands import generate
+from ..tensors import Device
 from .devices import array_module, fetch
 from .results import Tally
 from .subject import Array, Operands, Subject, sample
@@ -38,6 +39,13 @@ class Effort:
     replay_shapes: tuple[tuple[int, int, int], ...]
     replay_seeds: int
     accuracy: tuple[tuple[int, int, int], ...]
+
+    def on(self, device: Device) -> Effort:
+        """The same for a device: an accelerator's tile depends on M, and its batch must be large enough to change it."""
+        if device.kind == "cpu" or self.name == "quick":
+            return self
+        more = ((130, 264, 1032), (257, 72, 4100))
+        return replace(self, m=288, n=264, k=1032, replay_shapes=(*self.replay_shapes, *more))
 
 
 QUICK = Effort(
@@ -121,7 +129,7 @@ def batch_size(subject: Subject, effort: Effort, tally: Tally) -> None:
     """The first rows of a batch alone, in batches of many sizes."""
     for kind, operands in sampled(subject, effort):
         whole = subject.product(operands)
-        sizes = [size for size in (1, 2, 3, 4, 8, 13, 16, 17, 32, 33, 64, 65) if size < operands.m]
+        sizes = [size for size in (1, 2, 3, 4, 8, 13, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257) if size < operands.m]
         for size in sizes:
             tally.check(f"{kind} M = {size}", subject.product(operands.rows(slice(0, size))), whole[:size])
 

@@ -68,7 +68,8 @@ def _cuts(subject: Subject, k: int) -> list[list[int]]:
 
 
 def accumulate(subject: Subject, effort: Effort, tally: Tally) -> None:
-    """Pieces of K accumulated into float32 against the whole; for a tree, the root added to what was there."""
+    """Pieces of K accumulated into float32 against the whole, from nothing and onto an array ("onto"); for a tree, the
+    root added to what was there."""
     for kind, operands in sampled(subject, effort):
         start = generate(kind, F32, (operands.m, operands.n), 8)
         if subject.contract.accumulates is None:
@@ -90,9 +91,9 @@ def accumulate(subject: Subject, effort: Effort, tally: Tally) -> None:
                 running = subject.product(piece, initial=running)
                 begin = end
             assert fresh is not None
-            label = f"{len(cut)} piece{'s' * (len(cut) > 1)}, at {cut[0]}"
-            tally.check(f"{kind} {label}", fresh, whole)
-            tally.check(f"{kind} {label}, onto out", running, onto)
+            label = f"{kind} {len(cut)} from {cut[0]}"
+            tally.check(label, fresh, whole)
+            tally.check(f"{label} onto", running, onto)
 
 
 def replay(

@@ -51,7 +51,9 @@ __all__ = ["replay"]
     help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy saves "
     "bfloat16 as raw bytes.",
 )
-@click.option("--json", "json_file", type=click.File("w"), metavar="FILE", help="Write the outcome there (- : here).")
+@click.option(
+    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the outcome there (- : here)."
+)
 def replay(
     a: Location,
     b: Location,

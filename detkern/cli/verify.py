@@ -49,8 +49,10 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
     metavar="NAME",
     help=f"Only this one: {', '.join(p.name for p in PROPERTIES)}.",
 )
-@click.option("--json", "json_file", type=click.File("w"), metavar="FILE", help="Write all results there.")
-@click.option("--html", "html_file", type=click.File("w"), metavar="FILE", help="Write a page with pictures there.")
+@click.option("--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write all results there.")
+@click.option(
+    "--html", "html_file", type=click.File("w", lazy=False), metavar="FILE", help="Write a page with pictures there."
+)
 def verify(
     quick: bool,
     backends: tuple[str, ...],
@@ -94,6 +96,7 @@ def verify(
 
 def check(subject: Subject, item: Property, effort: Effort) -> Result:
     """One property of one subject. An error that the library raises meanwhile is a failure, with its message."""
+    effort = effort.on(subject.device)
     tally = Tally(subject, item.name, item.across, effort.m)
     started = time.perf_counter()
     try:
@@ -128,7 +131,8 @@ def _print(console: Console, results: list[Result], properties: list[Property], 
             place += " (follows no contract; held against the default of each type)"
         by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
     for place, rows in by_place.items():
-        table = Table(title=place, title_justify="left", box=None, padding=(0, 1, 0, 0), title_style="bold")
+        console.print(Text(place, "bold"))
+        table = Table(box=None, padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True)
         for item in properties:
             table.add_column(item.heading, justify="center", no_wrap=True)

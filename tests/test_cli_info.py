@@ -1,0 +1,127 @@
+"""`detkern info`: what it says about backends, settings and where they come from, and that it imports no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import detkern
+from detkern import config, registry
+from detkern.cli.main import main
+from detkern.contracts import CONTRACTS, FMA
+from detkern.cpu.backend import CpuBackend
+from detkern.dtypes import BF16
+from detkern.tensors import Device
+
+
+def gathered() -> dict[str, Any]:
+    result = CliRunner().invoke(main, ["info", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_what_this_machine_has() -> None:
+    facts = gathered()
+    assert facts["detkern"] == detkern.__version__
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["devices"][0] == "cpu"
+    (cpu,) = [backend for backend in facts["backends"] if backend["name"] == "cpu"]
+    assert cpu["unavailable"] is None
+    assert cpu["contracts"] == {name: [d.short for d in c.operands] for name, c in CONTRACTS.items()}
+    assert cpu["facts"]["kernels"].startswith("c++ ")
+    for backend in facts["backends"]:
+        assert backend["unavailable"] is None or len(backend["unavailable"]) > 10, "a reason, not a word"
+    here = {row["dtype"]: (row["contract"], row["source"]) for row in facts["defaults"] if row["device"] == "cpu"}
+    assert here == {
+        "f32": ("fma", "default"),
+        "f16": ("mma16", "default"),
+        "bf16": ("mma16", "default"),
+        "e4m3": ("fp8-block128", "default"),
+        "e5m2": ("fp8-block128", "default"),
+    }
+
+
+def test_settings_and_where_they_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "contract", {"bf16": "tree"})
+    monkeypatch.setattr(config, "num_threads", 3)
+    monkeypatch.setenv("DETKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "cache_dir", str(tmp_path))
+    facts = gathered()
+    here = {row["dtype"]: (row["contract"], row["source"]) for row in facts["defaults"] if row["device"] == "cpu"}
+    assert here["bf16"] == ("tree", "set")
+    assert here["f16"] == ("mma16", "default")
+    assert (facts["threads"]["count"], facts["threads"]["source"]) == (3, "set")
+    assert (facts["cache"]["folder"], facts["cache"]["source"]) == (str(tmp_path), "environment DETKERN_CACHE_DIR")
+
+
+def test_a_missing_compiler_and_cache_are_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(config, "cache_dir", tmp_path / "file")
+    facts = gathered()
+    assert facts["compiler"]["command"] is None
+    assert "no-such-compiler" in facts["compiler"]["missing"]
+    assert "cannot be written" in facts["cache"]["unusable"]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["info"]).stdout
+    assert "no-such-compiler: not found" in shown
+    assert "cannot be written" in shown
+
+
+def test_what_a_backend_says_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Talking(CpuBackend):
+        def contracts(self, device: Device) -> Any:
+            return [(FMA, BF16)]
+
+        def facts(self, device: Device) -> dict[str, str]:
+            return {"self-check": f"passed on {device}"}
+
+    class Absent(CpuBackend):
+        def unavailable(self, device: Device) -> str | None:
+            return "its driver is on holiday"
+
+    for name, backend in (("talking", Talking()), ("absent", Absent())):
+        module = types.ModuleType(f"{name}_backend")
+        module.BACKEND = backend  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"{name}_backend", module)
+        row = registry.Row(name, f"{name}_backend", ("cpu",), ("gemm",), dispatched=False)
+        monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, row))
+    unwritten = registry.Row("unwritten", "detkern.no_such_module", ("cpu",), ("gemm",), dispatched=False)
+    monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, unwritten))
+    registry.load.cache_clear()
+    try:
+        shown = CliRunner(env={"COLUMNS": "120"}).invoke(main, ["info"]).stdout
+    finally:
+        registry.load.cache_clear()
+    assert "self-check: passed on cpu" in shown
+    assert "unavailable: its driver is on holiday" in shown
+    assert "unavailable: ModuleNotFoundError" in shown
+
+
+def test_no_framework_is_imported_and_the_module_runs() -> None:
+    """A fresh process: settings of the environment, and neither PyTorch nor JAX imported for their versions."""
+    code = (
+        "import sys; from detkern.cli.main import main\n"
+        "try: main(['info', '--json'])\n"
+        "finally: print(sorted({'torch', 'jax'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = {**os.environ, "DETKERN_CONTRACT": "bf16=tree", "DETKERN_NUM_THREADS": "1", "DETKERN_CPU": "numpy"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stderr.strip().endswith("[]"), ran.stderr
+    facts = json.loads(ran.stdout)
+    assert facts["threads"]["source"] == "environment DETKERN_NUM_THREADS"
+    assert {"device": "cpu", "dtype": "bf16", "contract": "tree", "source": "environment DETKERN_CONTRACT"} in facts[
+        "defaults"
+    ]
+    (cpu,) = [backend for backend in facts["backends"] if backend["name"] == "cpu"]
+    assert cpu["facts"]["kernels"] == "numpy"
+    ran = subprocess.run([sys.executable, "-m", "detkern", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == f"detkern, version {detkern.__version__}"

@@ -1,0 +1,200 @@
+"""`detkern replay` on files of every format: equal, different, and each expected error in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+import detkern
+from detkern.api import block_scaled_gemm
+from detkern.cli.main import main
+from detkern.dtypes import BF16, E4M3, E5M2, F32
+from detkern.operands import generate
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def run(*arguments: Any) -> Result:
+    result = CliRunner().invoke(main, ["replay", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def product(**arguments: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    a, b = generate("normal", BF16, (3, 40), 1), generate("normal", BF16, (40, 5), 2)
+    return a, b, detkern.gemm(a, b, contract="mma16", **arguments)
+
+
+def save_safetensors(path: str, **arrays: np.ndarray) -> None:
+    """By hand, from the format's description: safetensors.numpy does not write every type."""
+    names = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float32": "F32", "int64": "I64"}
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    data = b""
+    for key, array in arrays.items():
+        content = array.tobytes()
+        offsets = [len(data), len(data) + len(content)]
+        header[key] = {"dtype": names[array.dtype.name], "shape": list(array.shape), "data_offsets": offsets}
+        data += content
+    text = json.dumps(header).encode()
+    Path(path).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_raw_bfloat16_of_npy(folder: Path) -> None:
+    a, b, c = product()
+    for name, array in (("a", a), ("b", b), ("c", c)):
+        np.save(f"{name}.npy", array)
+    result = run("a.npy", "b.npy", "--contract", "mma16", "--expect", "c.npy", "--dtype", "bf16")
+    assert result.exit_code == 0
+    assert result.stdout == "equal: c.npy: 3 x 5 bfloat16, contract mma16: all 15 elements have the same bits\n"
+    result = run("a.npy", "b.npy", "--contract", "mma16", "--expect", "c.npy")
+    assert result.exit_code == 2
+    assert "a.npy: holds raw elements of 2 bytes" in result.stderr
+    assert "--dtype bf16 or --dtype f16" in result.stderr
+    result = run("a.npy", "b.npy", "--contract", "mma16", "--expect", "c.npy", "--dtype", "e4m3")
+    assert result.exit_code == 2
+    assert "which e4m3 (1 bytes) does not fit" in result.stderr
+
+
+def test_unsigned_patterns_fortran_order_and_big_endian(folder: Path) -> None:
+    a, b, c = product(out_dtype="float32")
+    np.save("a.npy", np.asfortranarray(a.view(np.uint16)))
+    np.save("b.npy", b.view(np.uint16).astype(">u2"))
+    np.save("c.npy", c.astype(">f4"))
+    assert run("a.npy", "b.npy", "--contract", "mma16", "--expect", "c.npy", "--dtype", "bf16").exit_code == 0
+
+
+def test_a_difference_is_counted_and_located(folder: Path) -> None:
+    a, b, c = product(out_dtype="float32")
+    wrong = c.copy()
+    wrong.view(np.uint32)[1, 2] += 3
+    wrong.view(np.uint32)[2, 4] += 1
+    np.savez("run.npz", a=a, b=b, c=wrong)
+    arguments = ["run.npz:a", "run.npz:b", "--contract", "mma16", "--expect", "run.npz:c", "--dtype", "bf16"]
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert "differing elements   2 of 15" in result.stdout
+    assert "largest ULP distance 3" in result.stdout
+    assert "first at             [1, 2]" in result.stdout
+    assert f"recomputed         0x{c.view(np.uint32)[1, 2]:08x}" in result.stdout
+    assert f"in the file        0x{wrong.view(np.uint32)[1, 2]:08x}" in result.stdout
+    result = run(*arguments, "--json", "-")
+    record = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (record["equal"], record["differing"], record["largest_ulp"]) == (False, 2, 3)
+    assert record["first"]["index"] == [1, 2]
+    # Another contract is a difference too, or this test's operands could not tell contracts apart.
+    np.savez("run.npz", a=a, b=b, c=c)
+    assert run(*arguments).exit_code == 0
+    arguments[3] = "fma"
+    assert run(*arguments).exit_code == 1
+
+
+def test_weights_bias_and_stacks_from_safetensors(folder: Path) -> None:
+    x, w = generate("normal", BF16, (2, 3, 16), 1), generate("normal", BF16, (5, 16), 2)
+    bias = generate("normal", F32, (5,), 3)
+    c = detkern.linear(x, w, bias, contract="tree")
+    save_safetensors("all.safetensors", x=x, w=w, bias=bias, c=c)
+    save_file({"x": x}, "x.safetensors")  # what the safetensors package itself writes
+    tail = ["all.safetensors:w", "--trans-b", "--bias", "all.safetensors:bias", "--contract", "tree"]
+    assert run("x.safetensors", *tail, "--expect", "all.safetensors:c").exit_code == 0
+    assert run("all.safetensors:x", *tail, "--expect", "all.safetensors:x").exit_code == 2
+    result = run(
+        "all.safetensors:x", "all.safetensors:w", "--trans-b", "--contract", "tree", "--expect", "all.safetensors:c"
+    )
+    assert result.exit_code == 1, "the bias was left away"
+
+
+def test_transposed_a_and_accumulation(folder: Path) -> None:
+    a, b, _ = product()
+    start = generate("normal", F32, (3, 5), 4)
+    c = detkern.gemm(a, b, out=start.copy(), accumulate=True, contract="fma")
+    np.savez("run.npz", at=np.ascontiguousarray(a.T), b=b, start=start, c=c)
+    tail = ["run.npz:b", "--trans-a", "--contract", "fma", "--expect", "run.npz:c", "--dtype", "bf16"]
+    assert run("run.npz:at", *tail, "--initial", "run.npz:start").exit_code == 0
+    assert run("run.npz:at", *tail).exit_code == 1
+    result = run("run.npz:at", *tail, "--initial", "run.npz:b")
+    assert result.exit_code == 2
+    assert "run.npz:b: holds raw elements" in result.stderr
+
+
+@pytest.mark.parametrize("b_dtype", [E4M3, E5M2], ids=str)
+def test_block_scaled(folder: Path, b_dtype: Any) -> None:
+    a, b = generate("normal", E4M3, (3, 256), 1), generate("normal", b_dtype, (256, 4), 2)
+    sa, sb = generate("normal", F32, (3, 2), 3), generate("normal", F32, (2, 4), 4)
+    c = block_scaled_gemm(a, sa, b, sb)
+    save_safetensors("all.safetensors", a=a, b=b, sa=sa, sb=sb, c=c)
+    np.save("b.npy", b)
+    scales = ["--scale-a", "all.safetensors:sa", "--scale-b", "all.safetensors:sb"]
+    tail = ["--contract", "fp8-block128", "--expect", "all.safetensors:c"]
+    assert run("all.safetensors:a", "all.safetensors:b", *scales, *tail).exit_code == 0
+    assert run("all.safetensors:a", "b.npy", "--dtype", b_dtype.short, *scales, *tail).exit_code == 0
+    result = run("all.safetensors:a", "all.safetensors:b", *tail)
+    assert result.exit_code == 2
+    assert "--scale-a" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.txt", "a.npy"], "'a.txt' is no array file"),
+        (["a.npy:x", "a.npy"], "a .npy file holds one array"),
+        (["none.npy", "a.npy"], "none.npy: No such file"),
+        (["two.npz", "a.npy"], "two.npz holds 2 arrays; choose one as two.npz:KEY from x, y"),
+        (["two.npz:z", "a.npy"], "two.npz has no array 'z'; it has x, y"),
+        (["broken.npz:x", "a.npy"], "broken.npz is no readable .npz file"),
+        (["broken.npy", "a.npy"], "broken.npy is no readable .npy file"),
+        (["short.npy", "a.npy"], "ends 4 bytes early"),
+        (["objects.npy", "a.npy"], "it holds Python objects"),
+        (["broken.safetensors", "a.npy"], "broken.safetensors is no readable .safetensors file"),
+        (["whole.safetensors:i", "a.npy"], "holds I64"),
+        (["whole.safetensors", "a.npy"], "choose one as whole.safetensors:KEY from x, i"),
+        (["double.npy", "a.npy"], "double.npy: holds float64"),
+        (["a.npy", "a.npy"], "K is 3 in a and 2 in b"),
+        (["a.npy", "a.npy", "--trans-b", "--bias", "a.npy"], "bias"),
+        (["a.npy", "a.npy", "--trans-b", "--scale-a", "a.npy"], "belong to fp8-block128"),
+        (["a.npy", "a.npy", "--trans-b", "--out-dtype", "f16"], "--out-dtype f16: a.npy holds float32"),
+        (["a.npy", "a.npy", "--trans-b", "--dtype", "f8"], "'f8' is no element type"),
+        (["a.npy", "a.npy", "--trans-b"], "the shapes differ: (2, 2) was computed, (2, 3) expected"),
+    ],
+)
+def test_expected_errors(folder: Path, arguments: list[str], said: str) -> None:
+    x = np.ones((2, 3), np.float32)
+    np.save("a.npy", x)
+    np.savez("two.npz", x=x, y=x)
+    np.save("double.npy", x.astype(np.float64))
+    np.save("objects.npy", np.array([None, {}]), allow_pickle=True)
+    save_safetensors("whole.safetensors", x=x, i=np.ones(2, np.int64))
+    Path("broken.npz").write_bytes(b"PK no archive")
+    Path("broken.npy").write_bytes(b"no array")
+    Path("short.npy").write_bytes(Path("a.npy").read_bytes()[:-4])
+    Path("broken.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+    result = run(*arguments, "--contract", "fma", "--expect", "a.npy")
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_e5m2_that_numpy_writes_and_cannot_read(folder: Path) -> None:
+    from detkern.cli.files import load, parse_location
+
+    array = generate("bits", E5M2, (4, 3), 1)
+    np.save("x.npy", array)
+    with pytest.raises(ValueError, match="f1"):
+        np.load("x.npy")
+    loaded = load(parse_location("x.npy"))
+    assert loaded.dtype == ml_dtypes.float8_e5m2
+    assert np.array_equal(loaded.view(np.uint8), array.view(np.uint8))

@@ -1,0 +1,328 @@
+"""`detkern verify`: what holds passes, and a backend broken in one way fails exactly the property that it breaks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from detkern import registry
+from detkern.cli import references
+from detkern.cli.main import main
+from detkern.cli.properties import QUICK
+from detkern.cli.references import PROPERTIES, error_bound, finish
+from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, Contract
+from detkern.cpu.backend import CpuBackend
+from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.plan import forget_plans
+from detkern.tensors import Device
+
+M, N, K = QUICK.m, QUICK.n, QUICK.k
+
+
+def run(*arguments: str, columns: int = 80) -> Result:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(main, ["verify", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+class Broken(CpuBackend):
+    """The CPU backend, spoiled after each call by `spoil(problem, a, b, out, bias)`, all NumPy arrays."""
+
+    name = "broken"
+
+    def __init__(self, spoil: Callable[..., None]) -> None:
+        self.spoil = spoil
+
+    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
+        return [(FMA, BF16)]
+
+    def gemm(self, problem: Any, a: Any, b: Any, out: Any, bias: Any, execution: Any) -> None:
+        super().gemm(problem, a, b, out, bias, execution)
+        if problem.k:
+            self.spoil(problem, a.array, b.array, out.array, None if bias is None else bias.array)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts a backend called "broken" into the table."""
+
+    def register(spoil: Callable[..., None]) -> None:
+        module = types.ModuleType("broken_backend")
+        module.BACKEND = Broken(spoil)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "broken_backend", module)
+        row = registry.Row("broken", "broken_backend", ("cpu",), ("gemm",), dispatched=False)
+        monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, row))
+        registry.load.cache_clear()
+        forget_plans()
+
+    yield register
+    registry.load.cache_clear()
+    forget_plans()
+
+
+def _flip(out: np.ndarray, index: tuple[int, ...] = (0, 0)) -> None:
+    """Change the last bit of one element."""
+    out.view(f"u{out.itemsize}")[index] ^= 1
+
+
+class _EveryThird:
+    """Wrong on each third of equal calls in a row, as an unordered sum may be."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, ...] = ()
+        self.times = 0
+
+    def __call__(self, problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+        # The arrays themselves are kept and compared, since addresses are used again.
+        same = len(self.last) == 3 and self.last[0] == problem and self.last[1] is a and self.last[2] is b
+        self.times = self.times + 1 if same else 1
+        self.last = (problem, a, b)
+        if self.times % 3 == 0:
+            _flip(out)
+
+
+def _small_batch(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """Another order of summation in a batch of two rows."""
+    if problem.m == 2:
+        _flip(out)
+
+
+def _equal_rows(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """The second row of the batch wrong where the row above holds the same numbers."""
+    if problem.m == M and problem.a.row_stride and a.ndim == 2 and np.array_equal(a[0].view("u2"), a[1].view("u2")):
+        _flip(out, (1, 0))
+
+
+def _leak(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """NaN in one row reaches its neighbour, as through a shared zero product."""
+    rows = np.isnan(a).all(-1)
+    if problem.k > 1 and rows.any() and not rows.all():
+        out[~rows] = np.nan
+
+
+def _chunk_of_five(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    if problem.m == 5 and problem.k == K:
+        _flip(out)
+
+
+def _padded_depth(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """Another split of K when a tail of seven is appended."""
+    if problem.k == K + 7:
+        _flip(out)
+
+
+def _column_major(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    if problem.m == M and problem.k == K and problem.a.row_stride == 1:
+        _flip(out)
+
+
+def _beside_the_output(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """A store past the end of a row whose pitch is longer."""
+    if problem.out.row_stride == N + 3 and out.base is not None:
+        out.base[0, N] = 1
+
+
+def _half_bias(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    if bias is not None and bias.dtype == np.float16:
+        _flip(out)
+
+
+def _accumulated(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """What was in out, lost for one element."""
+    if problem.accumulate and problem.k == K // 2:
+        out[0, 0] = (a[:1].astype(np.float64) @ b[:, :1].astype(np.float64))[0, 0]
+
+
+def _flushed(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """Subnormal results flushed to zero, everywhere alike."""
+    tiny = np.abs(out.astype(np.float64)) < float(np.finfo(np.float32).tiny)
+    if not (problem.accumulate or bias is not None):
+        out[tiny & ~np.isnan(out.astype(np.float32))] = 0
+
+
+def _inaccurate(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """Three significant digits, in the shape whose error alone is looked at."""
+    if (problem.m, problem.n) == QUICK.accuracy[0][:2]:
+        out *= np.float32(1.001)
+
+
+BREAKS: list[tuple[str, Callable[[], Callable[..., None]]]] = [
+    ("repeatability", _EveryThird),
+    ("batch size", lambda: _small_batch),
+    ("row position", lambda: _equal_rows),
+    ("neighbours", lambda: _leak),
+    ("chunking", lambda: _chunk_of_five),
+    ("padding", lambda: _padded_depth),
+    ("layouts", lambda: _column_major),
+    ("layouts", lambda: _beside_the_output),
+    ("bias", lambda: _half_bias),
+    ("accumulate", lambda: _accumulated),
+    ("replay", lambda: _flushed),
+    ("accuracy", lambda: _inaccurate),
+]
+
+
+def test_every_property_is_broken_below() -> None:
+    assert {name for name, _ in BREAKS} == {item.name for item in PROPERTIES}
+
+
+@pytest.mark.parametrize(("name", "spoil"), BREAKS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(BREAKS)])
+def test_a_broken_backend_fails_exactly_its_property(
+    name: str, spoil: Callable[[], Callable[..., None]], broken: Callable[..., None], tmp_path: Path
+) -> None:
+    broken(spoil())
+    result = run(
+        "--quick", "--backend", "broken", "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")
+    )
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert {r["property"]: r["error"] or r["first"] for r in record["results"] if r["status"] == "FAILED"}.keys() == {
+        name
+    }
+    assert {r["status"] for r in record["results"]} == {"passed", "FAILED"}
+    assert not record["passed"]
+    assert result.exit_code == 1
+    assert f"FAILED broken on cpu, fma bf16: {name}" in result.stdout
+    assert result.stdout.count("FAIL ") == 1, "one cell of the table"
+    page = (tmp_path / "r.html").read_text()
+    assert "1 of 11 checks failed" in page
+    assert page.count('class="card bad"') == 1
+
+
+def test_a_sound_backend_passes_beside_them(broken: Callable[..., None]) -> None:
+    broken(lambda *_: None)
+    result = run("--quick", "--backend", "broken")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_error_of_the_library_fails_the_property(broken: Callable[..., None]) -> None:
+    from detkern.errors import DeviceError
+
+    def raises(problem: Any, *_: Any) -> None:
+        if problem.bias is not None:
+            raise DeviceError("the device fell off")
+
+    broken(raises)
+    result = run("--quick", "--backend", "broken", "--property", "bias", "--property", "batch size")
+    assert result.exit_code == 1
+    assert "DeviceError: the device fell off" in result.stdout
+    assert "1 of 2 checks FAILED" in result.stdout
+
+
+def test_a_property_that_compares_nothing_fails(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "KINDS", ())
+    result = run("--quick", "--backend", "cpu", "--contract", "mma16", "--property", "replay")
+    assert result.exit_code == 1
+    assert "nothing was compared" in result.stdout
+
+
+@pytest.mark.parametrize("contract", ["mma8", "tree-mma16", "fp8-block128"])
+def test_the_cpu_backend_keeps_its_contracts(contract: str, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    result = run("--quick", "--contract", contract, "--html", str(page), "--json", str(tmp_path / "r.json"))
+    assert result.exit_code == 0, result.output
+    for line in result.stdout.splitlines():
+        assert len(line.rstrip()) <= 80
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["passed"]
+    offered = {True: "not offered", False: "passed"}
+    for entry in record["results"]:
+        no_bias = contract == FP8_BLOCK128.name and entry["property"] == "bias"
+        assert entry["status"] == offered[no_bias]
+        assert no_bias or (entry["compared"] > 1000 and entry["mismatches"] == 0 and len(entry["trials"]) > 1)
+    _check_page(page.read_text(), record)
+
+
+def _check_page(text: str, record: dict[str, Any]) -> None:
+    """One file with a picture for each property that compared something; nothing is fetched from anywhere."""
+    outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)|url\(|@import|<script""", text)
+    assert not outside
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == sum(entry["status"] == "passed" for entry in record["results"])
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        width, height = float(root.attrib["width"]), float(root.attrib["height"])
+        shapes = [e for e in root.iter() if e.tag.endswith(("path", "rect"))]
+        assert shapes
+        for path in root.iter("{http://www.w3.org/2000/svg}path"):
+            for x, y in re.findall(r"M(\d+) (\d+)", path.attrib["d"]):
+                assert float(x) < width
+                assert float(y) < height
+
+
+def test_the_same_bits_have_the_same_colour_and_others_do_not(tmp_path: Path) -> None:
+    """The picture of repeated runs: equal rows of cells; the one of the kinds of operands: not."""
+    run("--quick", "--contract", "mma16", "--property", "repeatability", "--html", str(tmp_path / "r.html"))
+    page = (tmp_path / "r.html").read_text()
+    picture = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page, re.DOTALL)[0])
+    cells: dict[int, dict[int, str]] = {}
+    for path in picture.iter("{http://www.w3.org/2000/svg}path"):
+        for x, y in re.findall(r"M(\d+) (\d+)h", path.attrib["d"]):
+            cells.setdefault(int(y), {})[int(x)] = path.attrib["fill"]
+    rows = [cells[y] for y in sorted(cells)]
+    assert len(rows) == 8
+    assert all(len(row) == M for row in rows)
+    assert rows[0] == rows[1] == rows[2] == rows[3] != rows[4]
+    assert rows[4] == rows[5] == rows[6] == rows[7]
+    assert len(set(rows[0].values())) > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backend", "nothing"], "the backends are cpu, cuda, native"),
+        (["--device", "cuda:63"], "--device cuda:63: not here"),
+        (["--device", "abacus"], "there is cpu"),
+        (["--device", "c p u"], "is no device"),
+        (["--backend", "native", "--contract", "mma8"], "native on cpu mma16"),
+        (["--contract", "mma9"], "is not one of"),
+        (["--property", "speed"], "is not one of"),
+        (["--json", "/nowhere/at/all.json"], "No such file"),
+    ],
+)
+def test_filters_that_match_nothing(arguments: list[str], said: str) -> None:
+    result = run("--quick", *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_the_frameworks_own_matmul_is_examined_only_when_named() -> None:
+    result = run("--quick", "--backend", "native", "--contract", "fma", "--property", "replay")
+    assert result.exit_code == 1
+    assert "follows no contract" in result.stdout
+    assert "native" not in run("--quick", "--contract", "fma", "--property", "batch size").stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "pattern"),
+    [
+        (np.float32(np.nan), F32, 0x7FFFFFFF),
+        (-np.float32(np.nan), F16, 0x7FFF),
+        (np.float32(np.nan), BF16, 0x7FFF),
+        (np.float32(65520), F16, 0x7C00),
+        (np.float32(1 + 2**-9), BF16, 0x3F80),  # half way, to even
+        (np.float32(-1e-30), F16, 0x8000),
+    ],
+)
+def test_finish(value: np.float32, dtype: DType, pattern: int) -> None:
+    finished = finish(np.array([value], np.float32), dtype)
+    assert int(finished.view(dtype.bits)[0]) == pattern
+
+
+def test_error_bounds_by_hand() -> None:
+    """To first order: one rounding a term; 17 terms cut at 2^-25 and one rounding down to 24 bits a group."""
+    assert error_bound(FMA, F32, 100) == pytest.approx(100 * 2.0**-24, rel=1e-4)
+    assert error_bound(MMA16, BF16, 160) == pytest.approx(10 * (17 * 2.0**-25 + 2.0**-23), rel=1e-4)
+    assert error_bound(MMA8, BF16, 9) == pytest.approx(2 * (9 * 2.0**-24 + 2.0**-23), rel=1e-4)
+    assert error_bound(TREE, F16, 64) == pytest.approx(33 * 2.0**-24 + 2 * 2.0**-11, rel=1e-2)
+    assert error_bound(FP8_BLOCK128, E4M3, 128) == pytest.approx(4 * 34 * 2.0**-13, rel=2e-2)
+    assert all(error_bound(c, d, 2048) > error_bound(c, d, 128) > 0 for c in CONTRACTS.values() for d in c.operands)
