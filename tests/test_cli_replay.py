@@ -156,6 +156,9 @@ def test_block_scaled(folder: Path, b_dtype: Any) -> None:
         (["two.npz", "a.npy"], "two.npz holds 2 arrays; choose one as two.npz:KEY from x, y"),
         (["two.npz:z", "a.npy"], "two.npz has no array 'z'; it has x, y"),
         (["broken.npz:x", "a.npy"], "broken.npz is no readable .npz file"),
+        (["torn.npz", "a.npy"], "torn.npz is no readable .np"),
+        (["record.npy", "a.npy"], "record.npy: holds [("),
+        (["list.safetensors", "a.npy"], "list.safetensors is no readable"),
         (["broken.npy", "a.npy"], "broken.npy is no readable .npy file"),
         (["short.npy", "a.npy"], "ends 4 bytes early"),
         (["objects.npy", "a.npy"], "it holds Python objects"),
@@ -179,6 +182,12 @@ def test_expected_errors(folder: Path, arguments: list[str], said: str) -> None:
     np.save("objects.npy", np.array([None, {}]), allow_pickle=True)
     save_safetensors("whole.safetensors", x=x, i=np.ones(2, np.int64))
     Path("broken.npz").write_bytes(b"PK no archive")
+    np.savez_compressed("whole.npz", x=np.arange(4096, dtype=np.float32))
+    torn = bytearray(Path("whole.npz").read_bytes())
+    torn[1000:1200] = bytes(200)
+    Path("torn.npz").write_bytes(torn)
+    np.save("record.npy", np.zeros((2, 3), [("re", "f2"), ("im", "f2")]))
+    Path("list.safetensors").write_bytes(struct.pack("<Q", 5) + b'["x"]')
     Path("broken.npy").write_bytes(b"no array")
     Path("short.npy").write_bytes(Path("a.npy").read_bytes()[:-4])
     Path("broken.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
@@ -186,6 +195,17 @@ def test_expected_errors(folder: Path, arguments: list[str], said: str) -> None:
     assert result.exit_code == 2, result.output
     assert said in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_vectors(folder: Path) -> None:
+    a, b = generate("normal", F32, (9,), 1), generate("normal", F32, (9,), 2)
+    c = np.asarray(detkern.gemm(a, b, contract="fma"))
+    np.savez("run.npz", a=a, b=b, c=c, wrong=-c)
+    result = run("run.npz:a", "run.npz:b", "--contract", "fma", "--expect", "run.npz:c")
+    assert (result.exit_code, result.stdout.split(",")[0]) == (0, "equal: run.npz:c: scalar float32")
+    result = run("run.npz:a", "run.npz:b", "--contract", "fma", "--expect", "run.npz:wrong")
+    assert result.exit_code == 1
+    assert "first at             []" in result.stdout
 
 
 def test_e5m2_that_numpy_writes_and_cannot_read(folder: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ SUFFIXES = (".npy", ".npz", ".safetensors")
 
 # The types of https://huggingface.co/docs/safetensors that a product takes.
 _SAFETENSORS = {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
+# What reading a file of another content raises.
+_MALFORMED = (
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, EOFError, struct.error, zlib.error,
+    zipfile.BadZipFile,
+)  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors format, in bytes
 
 
@@ -77,7 +83,12 @@ def load(location: Location, raw: DType | None = None) -> npt.NDArray[Any]:
 
 def _interpret(array: npt.NDArray[Any], raw: DType | None, location: Location) -> npt.NDArray[Any]:
     """`array` in one of detkern's types, the values unchanged."""
-    is_raw = array.dtype.kind in "Vui" and from_numpy(array.dtype) is None and array.dtype.itemsize in (1, 2, 4)
+    is_raw = (
+        array.dtype.kind in "Vui"
+        and array.dtype.names is None
+        and from_numpy(array.dtype) is None
+        and array.dtype.itemsize in (1, 2, 4)
+    )
     if is_raw and raw is not None and raw.itemsize == array.dtype.itemsize:
         array = array.view(f"{array.dtype.byteorder}u{raw.itemsize}".replace("|", ""))
         return np.ascontiguousarray(array.astype(raw.bits, copy=False)).view(raw.numpy)
@@ -121,7 +132,7 @@ def _exactly(file: IO[bytes], size: int) -> bytes:
 def _wrong_format(location: Location, suffix: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError, SyntaxError, struct.error, zipfile.BadZipFile) as error:
+    except _MALFORMED as error:
         if isinstance(error, DetkernError):
             raise
         raise ArgumentError(f"{location.path} is no readable {suffix} file: {error}") from None

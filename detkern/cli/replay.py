@@ -98,9 +98,9 @@ def replay(
         if bias is not None:
             raise ArgumentError("fp8-block128 takes no --bias")
         result = block_scaled_gemm(
-            left.swapaxes(-1, -2) if trans_a else left,
+            left.T if trans_a else left,
             load(scale_a),
-            right.swapaxes(-1, -2) if trans_b else right,
+            right.T if trans_b else right,
             load(scale_b),
             out=start,
             out_dtype=None if start is not None else wanted.name,
