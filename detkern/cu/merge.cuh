@@ -54,45 +54,27 @@ class MidSplitWalk {
   bool inside_pair_;
 };
 
-// The waiting left children of one output tile. Each thread gives WORDS words of two 16-bit values a leaf.
+// The waiting left children of one output tile, one a level. Each thread has WORDS words of two 16-bit values.
 template <int DTYPE, int WORDS, int LEVELS_IN_SHARED, int THREAD_COUNT>
-class MergeStack {
+class MergeLevels {
  public:
   static constexpr int LEVEL_BYTES = WORDS * THREAD_COUNT * 4;
   static_assert(WORDS % 4 == 0, "levels are moved by 16 bytes a thread");
 
-  // `shared`: the address of LEVELS_IN_SHARED * LEVEL_BYTES, 16-byte aligned; `scratch`: GemmParams::scratch.
-  DETKERN_INLINE MergeStack(int64_t leaves, uint32_t shared, void* scratch)
-      : walk_(leaves), shared_(shared + threadIdx.x * 16) {
-    const int levels = leaves > 1 ? 64 - __clzll(leaves - 1) : 0;
-    const int64_t slot_bytes = static_cast<int64_t>(max(levels - LEVELS_IN_SHARED, 0)) * LEVEL_BYTES;
-    global_ = static_cast<char*>(scratch) + blockIdx.x * slot_bytes + threadIdx.x * 16;
-  }
+  // `levels`: how many there are. `shared`: the address of LEVELS_IN_SHARED * LEVEL_BYTES, 16-byte aligned; `scratch`:
+  // GemmParams::scratch.
+  DETKERN_INLINE MergeLevels(int levels, uint32_t shared, void* scratch)
+      : shared_(shared), scratch_(static_cast<char*>(scratch)), levels_in_scratch_(max(levels - LEVELS_IN_SHARED, 0)) {}
 
-  // Takes the next leaf and leaves in `value` the largest node that ends with it: after the last leaf, the root.
-  DETKERN_INLINE void push(uint32_t (&value)[WORDS]) {
-    if (walk_.at_left_of_pair()) {
-      put(0, value);
-    } else {
-      if (walk_.at_right_of_pair()) add(0, value);
-      const int bottom = walk_.has_pairs() ? 1 : 0;
-      const int top = bottom + walk_.nodes_ended();
-      for (int level = bottom; level < top; ++level) add(level, value);
-      if (!walk_.at_last_node()) put(top, value);
-    }
-    walk_.step();
-  }
-
- private:
   DETKERN_INLINE void put(int level, const uint32_t (&value)[WORDS]) {
     if (level < LEVELS_IN_SHARED) {
-      const uint32_t target = shared_ + level * LEVEL_BYTES;
+      const uint32_t target = shared_ + level * LEVEL_BYTES + thread_index() * 16;
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
         store_shared(target + i * THREAD_COUNT * 4, make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]));
       }
     } else {
-      char* target = global_ + (level - LEVELS_IN_SHARED) * static_cast<int64_t>(LEVEL_BYTES);
+      char* target = in_scratch(level);
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
         *reinterpret_cast<uint4*>(target + i * THREAD_COUNT * 4) =
@@ -103,16 +85,23 @@ class MergeStack {
 
   DETKERN_INLINE void add(int level, uint32_t (&value)[WORDS]) {
     if (level < LEVELS_IN_SHARED) {
-      const uint32_t source = shared_ + level * LEVEL_BYTES;
+      const uint32_t source = shared_ + level * LEVEL_BYTES + thread_index() * 16;
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) add_words(load_shared_v4(source + i * THREAD_COUNT * 4), value + i);
     } else {
-      const char* source = global_ + (level - LEVELS_IN_SHARED) * static_cast<int64_t>(LEVEL_BYTES);
+      const char* source = in_scratch(level);
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
         add_words(*reinterpret_cast<const uint4*>(source + i * THREAD_COUNT * 4), value + i);
       }
     }
+  }
+
+ private:
+  // This thread's first words of a level. Computed where it is used, since it would be kept in registers otherwise.
+  DETKERN_INLINE char* in_scratch(int level) const {
+    const int64_t slot = static_cast<int64_t>(blockIdx.x) * levels_in_scratch_ + (level - LEVELS_IN_SHARED);
+    return scratch_ + slot * LEVEL_BYTES + thread_index() * 16;
   }
 
   static DETKERN_INLINE void add_words(uint4 left, uint32_t* right) {
@@ -122,7 +111,35 @@ class MergeStack {
     right[3] = add_pair<DTYPE>(left.w, right[3]);
   }
 
-  MidSplitWalk walk_;
   uint32_t shared_;
-  char* global_;
+  char* scratch_;
+  int levels_in_scratch_;
+};
+
+// The merge of a tree leaf by leaf.
+template <int DTYPE, int WORDS, int LEVELS_IN_SHARED, int THREAD_COUNT>
+class MergeStack {
+ public:
+  static constexpr int LEVEL_BYTES = WORDS * THREAD_COUNT * 4;
+
+  DETKERN_INLINE MergeStack(int64_t leaves, uint32_t shared, void* scratch)
+      : walk_(leaves), levels_(leaves > 1 ? 64 - __clzll(leaves - 1) : 0, shared, scratch) {}
+
+  // Takes the next leaf and leaves in `value` the largest node that ends with it: after the last leaf, the root.
+  DETKERN_INLINE void push(uint32_t (&value)[WORDS]) {
+    if (walk_.at_left_of_pair()) {
+      levels_.put(0, value);
+    } else {
+      if (walk_.at_right_of_pair()) levels_.add(0, value);
+      const int bottom = walk_.has_pairs() ? 1 : 0;
+      const int top = bottom + walk_.nodes_ended();
+      for (int level = bottom; level < top; ++level) levels_.add(level, value);
+      if (!walk_.at_last_node()) levels_.put(top, value);
+    }
+    walk_.step();
+  }
+
+ private:
+  MidSplitWalk walk_;
+  MergeLevels<DTYPE, WORDS, LEVELS_IN_SHARED, THREAD_COUNT> levels_;
 };

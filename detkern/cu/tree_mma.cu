@@ -3,7 +3,7 @@
 //
 // Tree. At the smallest depth D where no node has more than four leaves, node j has floor((L + bitreverse_D(j)) / 2^D) of the L
 // leaves (merge.cuh says why). Such a node is merged in registers: `right` gathers its right half, `left` holds its left.
-// The 2^D nodes are the leaves of a perfect tree, whose waiting left children MergeStack keeps in shared memory and scratch.
+// The 2^D nodes are the leaves of a perfect tree, whose waiting left children MergeLevels keeps in shared memory and scratch.
 // -0 + x is x for every x, so that starting a sum from -0 adds nothing.
 // Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 16 columns of a warp at a time.
 // Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
@@ -32,52 +32,56 @@ using LayoutB = TileLayout<LOAD_B, TILE_N, TILE_K>;
 using CopyA = TileCopy<LOAD_A, TILE_M, TILE_K, THREADS>;
 using CopyB = TileCopy<LOAD_B, TILE_N, TILE_K, THREADS>;
 using WarpOutput = OutputSlab<WARP_M, WARP_N, WARPS_M>;
-using Stack = MergeStack<OPERAND, WORDS, SHARED_LEVELS, THREADS>;
+using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, THREADS>;
 
 constexpr int STAGE_BYTES = LayoutA::BYTES + LayoutB::BYTES;
 constexpr int SLAB_BYTES = WARPS_M * WARPS_N * WarpOutput::BYTES;
 constexpr int LEVELS_AT = STAGES * STAGE_BYTES > SLAB_BYTES ? STAGES * STAGE_BYTES : SLAB_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_K % LEAF_K == 0, "a stage must be whole leaves");
+static_assert(TILE_K % LEAF_K == 0 && (TILE_K & (TILE_K - 1)) == 0, "a stage must be a power of two of leaves");
 static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows must be a power of two, at least 16");
 static_assert(WARP_N % 32 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 32");
 static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
-static_assert(SMEM_BYTES == LEVELS_AT + SHARED_LEVELS * Stack::LEVEL_BYTES, "shared memory");
+static_assert(SMEM_BYTES == LEVELS_AT + SHARED_LEVELS * Levels::LEVEL_BYTES, "shared memory");
 
 // The leaves' way through the nodes of at most NODE_LEAVES.
 class NodeWalk {
  public:
-  DETKERN_INLINE explicit NodeWalk(int64_t leaves) : leaves_(leaves), node_(0), leaf_(0) {
-    const int64_t quarter = (leaves + NODE_LEAVES - 1) / NODE_LEAVES;
-    depth_ = quarter > 1 ? 64 - __clzll(quarter - 1) : 0;
-    enter();
+  DETKERN_INLINE explicit NodeWalk(uint32_t leaves) : leaves_(leaves), node_(0), leaf_(0) { size_ = size(); }
+
+  // D, the depth of these nodes.
+  DETKERN_INLINE int depth() const {
+    const uint32_t quarter = leaves_ / NODE_LEAVES + (leaves_ % NODE_LEAVES != 0);
+    return quarter > 1 ? 32 - __clz(quarter - 1) : 0;
   }
 
-  DETKERN_INLINE int64_t nodes() const { return int64_t(1) << depth_; }
   DETKERN_INLINE bool ends_left_half() const { return leaf_ + 1 == size_ / 2; }
   DETKERN_INLINE bool ends_node() const { return leaf_ + 1 == size_; }
+
+  // How many nodes above the current one end with it.
+  DETKERN_INLINE int nodes_ended() const { return __ffs(static_cast<int>(~node_)) - 1; }
 
   DETKERN_INLINE void step() {
     if (ends_node()) {
       leaf_ = 0;
       ++node_;
-      enter();
+      size_ = size();
     } else {
       ++leaf_;
     }
   }
 
  private:
-  DETKERN_INLINE void enter() {
-    const uint64_t reversed = depth_ == 0 ? 0 : __brevll(node_) >> (64 - depth_);
-    size_ = static_cast<int>((leaves_ + static_cast<int64_t>(reversed)) >> depth_);
+  DETKERN_INLINE uint32_t size() const {
+    const int depth = this->depth();
+    const uint64_t reversed = depth == 0 ? 0 : __brev(node_) >> (32 - depth);
+    return static_cast<uint32_t>((leaves_ + reversed) >> depth);
   }
 
-  int64_t leaves_;
-  uint64_t node_;
-  int depth_;
-  int size_;  // leaves of the current node
-  int leaf_;  // within it
+  uint32_t leaves_;
+  uint32_t node_;
+  uint32_t size_;  // leaves of the current node
+  uint32_t leaf_;  // within it
 };
 
 DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
@@ -98,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
   const FragmentAddress<LayoutA> address_a(true, warp_m, lane);
   const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
-  const int64_t leaves = (p.k + LEAF_K - 1) / LEAF_K;
+  const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF_K - 1) / LEAF_K);  // no memory holds 2^37 k
 
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
@@ -106,54 +110,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
                  output.row, p.m);
     CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
                  output.column, p.n);
-    int64_t k_left = p.k;  // from the next tile to be copied on
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, k_left);
-      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, k_left);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, p.k - stage * TILE_K);
+      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, p.k - stage * TILE_K);
       copy_async_commit();
-      k_left -= TILE_K;
     }
 
     NodeWalk walk(leaves);
-    Stack stack(walk.nodes(), first_stage + LEVELS_AT, p.scratch);
+    Levels levels(walk.depth(), first_stage + LEVELS_AT, p.scratch);
     uint32_t left[WORDS], right[WORDS];
     clear_words(left);
     clear_words(right);
 
-    copy_async_wait<STAGES - 2>();
+    copy_async_wait<STAGES - 1>();
     __syncthreads();
     uint32_t a[2][BLOCKS_M][4], b[2][2][4];  // [step of the leaf]; for b first the parity of the block of 16 columns
-    uint32_t read = first_stage, write = last_stage;
+    uint32_t stage = first_stage;
     int leaf_in_stage = 0;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[step][i], read, step, i);
-      address_b.load(b[0][step], read + LayoutA::BYTES, step, 0);
+      for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[step][i], stage, step, i);
+      address_b.load(b[0][step], stage + LayoutA::BYTES, step, 0);
     }
 
 #pragma unroll 1
-    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
+    for (uint32_t leaf = 0; leaf < leaves; ++leaf) {
 #pragma unroll
       for (int j = 0; j < BLOCKS_N; ++j) {
         const int now = j % 2, next = (j + 1) % BLOCKS_N % 2;
         const bool last = j == BLOCKS_N - 1;
-        if (last && ++leaf_in_stage == STAGE_LEAVES) {
-          // Every thread has read all it needs of this stage, and the next one is complete.
-          leaf_in_stage = 0;
-          copy_async_wait<STAGES - 2>();
-          __syncthreads();
-          read = read == last_stage ? first_stage : read + STAGE_BYTES;
-          copy_a.copy(write, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
-          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k_left);
+        if (last) leaf_in_stage = (leaf + 1) % STAGE_LEAVES;
+        if (last && leaf_in_stage == 0) {
+          copy_async_wait<STAGES - 2>();  // the next stage is complete
+          __syncthreads();                // and every thread has read all it needs of this one
+          const int64_t k_left = p.k - (leaf / STAGE_LEAVES + STAGES) * int64_t(TILE_K);
+          copy_a.copy(stage, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
+          copy_b.copy(stage + LayoutA::BYTES, LayoutB{}, k_left);
           copy_async_commit();
-          k_left -= TILE_K;
-          write = write == last_stage ? first_stage : write + STAGE_BYTES;
+          stage = stage == last_stage ? first_stage : stage + STAGE_BYTES;
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          address_b.load(b[next][step], read + LayoutA::BYTES, leaf_in_stage * 2 + step, (j + 1) % BLOCKS_N);
+          address_b.load(b[next][step], stage + LayoutA::BYTES, leaf_in_stage * 2 + step, (j + 1) % BLOCKS_N);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
 #pragma unroll
             for (int i = 0; i < BLOCKS_M; ++i) {
               mma_m16n8k16<OPERAND>(acc[i], a[step][i], b[now][step][2 * h], b[now][step][2 * h + 1]);
-              if (last && h == 1) address_a.load(a[step][i], read, leaf_in_stage * 2 + step, i);
+              if (last && h == 1) address_a.load(a[step][i], stage, leaf_in_stage * 2 + step, i);
             }
           }
 #pragma unroll
@@ -180,8 +180,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
         add_words(left, right);
         clear_words(right);
         if (walk.ends_node()) {
-          stack.push(left);
-          if (leaf + 1 < leaves) clear_words(left);
+          const int ended = walk.nodes_ended();
+          for (int level = 0; level < ended; ++level) levels.add(level, left);
+          if (leaf + 1 < leaves) {
+            levels.put(ended, left);
+            clear_words(left);
+          }
         }
       }
       walk.step();
