@@ -79,7 +79,8 @@ def block_scaled(
 
 
 def differing(got: np.ndarray, want: np.ndarray) -> int:
-    assert got.shape == want.shape and got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
     bits = f"u{got.itemsize}"
     return int((np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(want).view(bits)).sum())
 
@@ -263,7 +264,8 @@ def test_what_the_backend_refuses_and_says() -> None:
         (problem_of(FMA, F32, F32, E4M3), ("float32, float16 or bfloat16",)),
     ):
         reason = backend.BACKEND.refuses(problem)
-        assert reason is not None and all(word in reason for word in words), reason
+        assert reason is not None
+        assert all(word in reason for word in words), reason
     arrays = [np.empty(s, t) for s, t in (((2, 130), E4M3.numpy), ((2, 1), "f4"), ((130, 2), E4M3.numpy), ((1, 2), "f4"))]
     scaled = block_scaled_problem(FP8_BLOCK128, *map(view, arrays), view(np.empty((2, 2), "f4")), False)
     assert "multiple of 128, not 130" in (backend.BACKEND.refuses(scaled) or "")
@@ -274,8 +276,10 @@ def test_what_would_run_names_the_kernel_and_the_tile(
 ) -> None:
     monkeypatch.setattr(config, "num_threads", 3)
     kernel = backend.BACKEND.kernel(problem_of(MMA16, BF16, BF16))
-    assert kernel.name.startswith("c++ mma16 (") and "mma=" + kernel.tile in native_library.name
-    assert kernel.geometry == "at most 3 threads" and kernel.scratch_bytes == 0
+    assert kernel.name.startswith("c++ mma16 (")
+    assert "mma=" + kernel.tile in native_library.name
+    assert kernel.geometry == "at most 3 threads"
+    assert kernel.scratch_bytes == 0
     assert "fma=" + backend.BACKEND.kernel(problem_of(TREE, BF16, BF16)).tile in native_library.name
     monkeypatch.setattr(backend, "library", lambda: None)
     assert backend.BACKEND.kernel(problem_of(FMA, F32, F32)).name == "numpy fma"

@@ -245,5 +245,5 @@ def _ndarray(pointer: int, shape: tuple[int, ...], matrix: Matrix) -> np.ndarray
     strides = [s * dtype.itemsize for s in (*matrix.batch_strides, matrix.row_stride, matrix.col_stride)]
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     below, above = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
-    memory = (c_char * (above - below + dtype.itemsize)).from_address(pointer + below)
+    memory: Any = (c_char * (above - below + dtype.itemsize)).from_address(pointer + below)
     return np.ndarray(shape, dtype, memory, offset=-below, strides=strides)
