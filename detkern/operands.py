@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -26,9 +27,6 @@ __all__ = ["KINDS", "VERSION", "digest", "generate"]
 VERSION = 1
 
 Words = npt.NDArray[np.uint64]
-
-# Fields of a binary interchange format: exponent bits, stored significand bits.
-_FIELDS = {F32: (8, 23), F16: (5, 10), BF16: (8, 7), E4M3: (4, 3), E5M2: (5, 2)}
 
 _CHUNK = 1 << 18  # elements made at a time, so that the 64-bit temporaries stay small beside the result
 _DRAWS = 4  # words that one element may use
@@ -58,10 +56,11 @@ class _Stream:
 
     def __init__(self, dtype: DType, key: Words, start: int, count: int) -> None:
         self.dtype = dtype
-        self.exponent_bits, self.stored_bits = _FIELDS[dtype]
-        self.bias = (1 << (self.exponent_bits - 1)) - 1
+        info: Any = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
+        self.stored_bits = int(info.nmant)
+        self.bias = 1 - int(info.minexp)
         # The largest exponent field of finite numbers: e4m3fn has no infinities and uses the last one too.
-        self.top = (1 << self.exponent_bits) - (1 if dtype == E4M3 else 2)
+        self.top = (1 << int(info.nexp)) - (1 if dtype == E4M3 else 2)
         self._key = key
         self._counters = np.arange(start, start + count, dtype=np.uint64) * np.uint64(_DRAWS)
 
@@ -129,13 +128,13 @@ def _sparse(stream: _Stream) -> Words:
 
 
 def _subnormal(stream: _Stream) -> Words:
-    """One half subnormal; the rest of the smallest exponents, of those whose squares are subnormal, and near one, so
-    that operands, products and sums are subnormal in turn."""
+    """Nearly one half subnormal, one in eight of the smallest exponents, the rest of those whose squares are subnormal
+    but for one in 256 near one: operands, products and sums are subnormal in turn."""
     word = stream.word(0)
-    choice = (word >> np.uint64(8)) % np.uint64(8)
+    choice = (word >> np.uint64(8)) % np.uint64(256)
     half = stream.bias // 2
     field = np.select(
-        [choice < 4, choice == 4, choice < 7],
+        [choice < 112, choice < 144, choice < 255],
         [np.uint64(0), stream.field(word, 1, 2), stream.field(word, stream.bias - half - 4, stream.bias - half)],
         stream.field(word, stream.bias - 1, stream.bias),
     )
@@ -162,8 +161,8 @@ def _signed_zero(stream: _Stream) -> Words:
 
 
 def _special(stream: _Stream) -> Words:
-    """As "normal", with one element in 128 an infinity (e4m3fn has none: a zero) or a NaN of any payload, and one in 64 a
-    zero of either sign."""
+    """As "normal", with one element in 128 an infinity (e4m3fn has none: a zero) or a NaN of any payload, and one in 64
+    a zero of either sign."""
     word = stream.word(3)
     zeros = np.zeros_like(word)
     result = np.where(stream.one_in(64, word >> np.uint64(8)), stream.pattern(word, zeros, zeros), _normal(stream))
@@ -174,6 +173,18 @@ def _special(stream: _Stream) -> Words:
         nan = (word & np.uint64(1)) << np.uint64(7) | np.uint64(0x7F)
         special = np.where(payload > 0, nan, stream.pattern(word, zeros, zeros))
     return np.where(stream.one_in(128, word), special, result)
+
+
+def _tiny(stream: _Stream) -> Words:
+    """Numbers whose products lie about 2^-133, where a tensor core's alignment ends (of narrower types the smallest
+    ones), one in four a zero of either sign and one in 64 large: large zero products hide among tiny ones."""
+    low, high = {F32: (-76, -67), BF16: (-76, -67), F16: (-15, -10), E4M3: (-7, -6), E5M2: (-15, -12)}[stream.dtype]
+    word = stream.word(0)
+    zero = stream.one_in(4, word)
+    tiny = stream.field(word, low + stream.bias, high + stream.bias)
+    field = np.where(stream.one_in(64, word >> np.uint64(8)), stream.field(word, stream.top - 3, stream.top), tiny)
+    stored = np.where(zero, np.uint64(0), stream.word(1))
+    return stream.pattern(word, np.where(zero, np.uint64(0), field), stored)
 
 
 def _bits(stream: _Stream) -> Words:
@@ -190,6 +201,7 @@ _MAKERS: dict[str, Callable[[_Stream], Words]] = {
     "subnormal": _subnormal,
     "large": _large,
     "signed-zero": _signed_zero,
+    "tiny": _tiny,
     "special": _special,
     "bits": _bits,
 }
@@ -220,5 +232,6 @@ def generate(kind: str, dtype: DType, shape: tuple[int, ...], seed: int) -> npt.
 
 def digest(array: npt.NDArray[Any]) -> str:
     """The SHA-256, in hexadecimal, of the array's elements in row-major order, each as little-endian bytes."""
-    patterns = np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
-    return hashlib.sha256(patterns.astype(patterns.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    patterns = np.ascontiguousarray(array).view(bits.newbyteorder(array.dtype.byteorder))
+    return hashlib.sha256(patterns.astype(bits.newbyteorder("<"), copy=False).tobytes()).hexdigest()

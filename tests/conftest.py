@@ -78,7 +78,7 @@ class CppImplementation:
 
 
 @pytest.fixture(scope="session", params=["numpy", "c++"])
-def implementation(request: pytest.FixtureRequest) -> type[NumpyImplementation] | type[CppImplementation]:
+def implementation(request: pytest.FixtureRequest) -> type[NumpyImplementation | CppImplementation]:
     """Each CPU implementation in turn. The C++ library must build where the tests run: its absence is an error here."""
     if request.param == "numpy":
         return NumpyImplementation

@@ -60,10 +60,7 @@ def test_nothing_broken_is_nothing_noticed(contract, a, b):
 def test_each_number_of_a_step_matters(contract, a, b, number, change):
     step = contract.step
     value = getattr(step, number)
-    if number == "group":
-        changed = value // 2 if change < 0 else value - 1
-    else:
-        changed = value + change
+    changed = value + change if number != "group" or change < 0 else value // 2
     noticed = differing(contract, a, b, replace(contract, step=replace(step, **{number: changed})))
     if number == "floor" and a != BF16:
         # Products of narrow exponents, and accumulators, lie above the floor: it decides for bf16 alone.
@@ -259,7 +256,8 @@ def recursive_trees() -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         a, b = generate("normal", dtype, (8, k), 1), generate("normal", dtype, (k, 6), 2)
         rows, cols = rational.floats(a), rational.floats(b.T)
         expected = [
-            [tree(lambda lo, hi, r=r, c=c: rational.fma_chain(r[lo:hi], c[lo:hi]), k, dtype) for c in cols] for r in rows
+            [tree(lambda lo, hi, r=r, c=c: rational.fma_chain(r[lo:hi], c[lo:hi]), k, dtype) for c in cols]
+            for r in rows
         ]
         result.append((a, b, rational.encode(expected, dtype).view(np.uint16)))
     return result
@@ -340,6 +338,6 @@ def test_what_it_refuses():
         numpy_replay.block_scaled_gemm(a[:1].astype(E4M3.numpy), one, b[:, :1].astype(E4M3.numpy), one)
     with pytest.raises(ContractUnsupported, match="float32"):
         numpy_replay.block_scaled_gemm(a, one, b, one)
+    x, y = generate("normal", E4M3, (3, 128), 1), generate("normal", E5M2, (128, 2), 1)
     with pytest.raises(ShapeError, match="scale_a"):
-        x, y = generate("normal", E4M3, (3, 128), 1), generate("normal", E5M2, (128, 2), 1)
         numpy_replay.block_scaled_gemm(x, one, y, np.ones((1, 2), np.float32))

@@ -7,7 +7,8 @@ import numpy as np
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str = "") -> None:
     """Equal type, shape and bit patterns; the message counts the differing elements and shows the first."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
     bits = np.dtype(f"u{actual.dtype.itemsize}")
     x, y = np.ascontiguousarray(actual).view(bits), np.ascontiguousarray(expected).view(bits)
     if not np.array_equal(x, y):

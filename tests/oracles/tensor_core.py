@@ -42,9 +42,12 @@ def step_chain(contract: Contract, a: np.ndarray, b: np.ndarray, initial: np.nda
     rows, cols, start = _tensor(a), _tensor(b.T), _tensor(acc)
     result = np.empty((m, n), np.float32)
     height = max(_ROWS_TIMES_COLS // n, 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations: waiting for other threads costs more than they save
     for low in range(0, m, height):
         part = slice(low, low + height)
         vectors = rows[part, None, :].expand(-1, n, -1), cols[None].expand(len(rows[part]), -1, -1)
         result[part] = model.dpa(*vectors, start[part]).numpy()
+    torch.set_num_threads(threads)
     result.view(np.uint32)[np.isnan(result)] = 0x7FFFFFFF
     return result
