@@ -26,7 +26,8 @@ NO_EXPONENT = -(1 << 20)  # below every exponent: what a zero term has
 
 def stored_bits(values: Array) -> int:
     """Bits of the significand after the leading one."""
-    return int(ml_dtypes.finfo(values.dtype).nmant)
+    info: Any = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
+    return int(info.nmant)
 
 
 def unpack(values: Array) -> tuple[Integers, Integers]:
@@ -37,7 +38,8 @@ def unpack(values: Array) -> tuple[Integers, Integers]:
     dtype = from_numpy(values.dtype)
     assert isinstance(dtype, DType)
     stored = stored_bits(values)
-    smallest = int(ml_dtypes.finfo(values.dtype).minexp)
+    info: Any = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
+    smallest = int(info.minexp)
     bits = values.view(dtype.bits).astype(np.int64)
     sign = bits >> (8 * dtype.itemsize - 1)
     field = (bits >> stored) & ((1 << (8 * dtype.itemsize - 1 - stored)) - 1)
@@ -53,7 +55,7 @@ def term_exponent(significand: Integers, exponent: Integers) -> Integers:
 
 def truncate(significand: Integers, distance: Any) -> Integers:
     """Rule 3: significand / 2^distance truncated toward zero, sign and magnitude; distance is not negative."""
-    magnitude = np.abs(significand) >> np.minimum(distance, 63)
+    magnitude: Integers = np.abs(significand) >> np.minimum(distance, 63)
     return np.where(significand < 0, -magnitude, magnitude)
 
 
@@ -69,7 +71,7 @@ def keep_bits(total: Integers, unit: Integers, significant_bits: int) -> Integer
     """Rule 4: total * 2^unit truncated toward zero to `significant_bits` bits and to a multiple of 2^-149; as a
     multiple of 2^unit again."""
     length = np.frexp(np.abs(total).astype(np.float64))[1]
-    drop = np.maximum(np.maximum(length - significant_bits, -149 - unit), 0)
+    drop: Integers = np.maximum(np.maximum(length - significant_bits, -149 - unit), 0)
     return truncate(total, drop) << drop
 
 
