@@ -16,6 +16,7 @@ from .errors import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError", "DeviceError",
-    "Explanation", "ShapeError", "__version__", "config", "explain", "gemm", "gemm_da", "gemm_db", "linear",
+    "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
+    "DeviceError", "Explanation", "ShapeError", "__version__", "config", "explain", "gemm", "gemm_da",
+    "gemm_db", "linear",
 ]  # fmt: skip

@@ -81,12 +81,13 @@ def gemm(
 
     Args:
         a: [.., M, K], or [K]. float32, float16 or bfloat16; any strides.
-        b: [.., K, N], or [K]. Of a's type and on a's device; it may be of another framework. Batch dimensions broadcast,
-            and one-dimensional operands are read, as in numpy.matmul; a product of two vectors has no dimensions.
+        b: [.., K, N], or [K]. Of a's type and on a's device; it may be of another framework. Batch dimensions
+            broadcast, and one-dimensional operands are read, as in numpy.matmul; a product of two vectors has no
+            dimensions.
         trans_a, trans_b: swap the last two dimensions of the operand first: a is [.., K, M], b is [.., N, K].
         bias: [N], float32, float16 or bfloat16, added in binary32 before the last rounding.
-        out: where the result goes: an array of the result's shape and of any of the three types, on a's device. It may be
-            strided; it may not be read-only, immutable (JAX), overlap itself, or share memory with an operand.
+        out: where the result goes: an array of the result's shape and of any of the three types, on a's device. It may
+            be strided; it may not be read-only, immutable (JAX), overlap itself, or share memory with an operand.
         out_dtype: the result's type where `out` is None, as a name ("float32", "f32") or a dtype of NumPy, ml_dtypes,
             PyTorch or JAX. Default: the operands' type.
         accumulate: start each element's chain at out's value (a tree adds its root to it). Needs a float32 `out`.
@@ -208,7 +209,8 @@ def explain(
     contract: str | None = None,
     backend: str | None = None,
 ) -> Explanation:
-    """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would raise."""
+    """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would
+    raise."""
     copies: list[str] = []
     call = Call(((a, "a"), (b, "b"), (bias, "bias")), out, planned_copies=copies)
     plan = _plan(_GEMM, call, trans_a, trans_b, out_dtype, accumulate, contract, backend)
@@ -258,14 +260,19 @@ def block_scaled_gemm(
     call = Call(((a, "a"), (scale_a, "scale_a"), (b, "b"), (scale_b, "scale_b")), out)
     left, left_scale, right, right_scale = call.views
     plan = plan_block_scaled(
-        left, left_scale, right, right_scale, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+        left,
+        left_scale,
+        right,
+        right_scale,
+        call.out,
+        _result_dtype(out_dtype),
+        _flag(accumulate, "accumulate"),
+        _backend_name(backend),
     )
     result = call.result(plan.shape, plan.strides, plan.dtype)
     if not plan.empty:
         call.begin()
-        plan.backend.block_scaled_gemm(
-            plan.problem, left, left_scale, right, right_scale, result, call.execution
-        )
+        plan.backend.block_scaled_gemm(plan.problem, left, left_scale, right, right_scale, result, call.execution)
         call.end()
     return call.finish()
 
@@ -339,4 +346,6 @@ def _result_dtype(value: Any) -> DType | None:
 def _backend_name(value: Any) -> str | None:
     if value is None or type(value) is str:
         return value
-    raise ArgumentError(f"backend={value!r} must be a backend's name or None; the names are {', '.join(registry.backend_names())}")
+    raise ArgumentError(
+        f"backend={value!r} must be a backend's name or None; the names are {', '.join(registry.backend_names())}"
+    )

@@ -20,7 +20,18 @@ class Call:
     execution: the leader's device, stream and allocator.
     """
 
-    __slots__ = ("_adapters", "_array", "_lead", "_operands", "_out", "_out_adapter", "_result", "execution", "out", "views")
+    __slots__ = (
+        "_adapters",
+        "_array",
+        "_lead",
+        "_operands",
+        "_out",
+        "_out_adapter",
+        "_result",
+        "execution",
+        "out",
+        "views",
+    )
 
     def __init__(
         self,
@@ -74,7 +85,9 @@ class Call:
         else:
             for (_, name), view in zip(self._operands, self.views, strict=True):
                 if view is not None and overlapping(out, view):
-                    raise ArgumentError(f"out shares memory with {name}, which is read while out is written; give another out")
+                    raise ArgumentError(
+                        f"out shares memory with {name}, which is read while out is written; give another out"
+                    )
         self._result = out
         return out
 
@@ -111,5 +124,6 @@ class Call:
 
 def _elsewhere(argument: str, view: TensorView, leader: str, leading: TensorView) -> DeviceError:
     return DeviceError(
-        f"{argument} is {describe(view)} on {view.device}, {leader} is on {leading.device}; all arrays of a call must be on one device"
+        f"{argument} is {describe(view)} on {view.device}, {leader} is on {leading.device}; "
+        "all arrays of a call must be on one device"
     )

@@ -1,7 +1,15 @@
 """Process defaults and their environment variables. Shown by `detkern info`.
 
-Set them as module attributes (`detkern.config.contract = "mma16"`); a wrong value raises ArgumentError at once. They
-are read at each call.
+contract (DETKERN_CONTRACT): the contract of calls that name none. A contract's name (it binds the operand types that it
+    lists), a mapping from type names to contract names ("f32=fma,bf16=tree" in the environment), or None for the
+    default of type and device.
+num_threads (DETKERN_NUM_THREADS): threads that one call of the CPU backend may use, or None for as many as the process
+    may run on.
+cache_dir (DETKERN_CACHE_DIR): where compiled kernels are kept, or None for the user's cache folder.
+
+Set them as module attributes (`detkern.config.contract = "mma16"`); a wrong value raises ArgumentError (an unknown
+contract ContractUnsupported) at once and changes nothing. They are read at each call, and hold for all threads of the
+process.
 """
 
 from __future__ import annotations
@@ -19,13 +27,8 @@ from .errors import ArgumentError, DetkernError
 
 __all__ = ["cache_dir", "configured_contract", "contract", "num_threads"]
 
-# What is used where a call names no contract: a contract's name (it binds the operand types that it lists), a mapping
-# from type names to contract names, or None for the default of type and device. DETKERN_CONTRACT ("mma16",
-# "f32=fma,bf16=tree").
 contract: str | Mapping[str, str] | None
-# Threads that one call of the CPU backend may use; None: as many as the process may run on. DETKERN_NUM_THREADS.
 num_threads: int | None
-# Where compiled kernels are kept; None: the user's cache folder. DETKERN_CACHE_DIR.
 cache_dir: Path | None
 
 
@@ -39,7 +42,9 @@ def _parse_contract(value: Any) -> dict[DType, Contract]:
         chosen = get_contract(value)
         return dict.fromkeys(chosen.operands, chosen)
     if not isinstance(value, Mapping):
-        raise ArgumentError(f"contract must be a contract's name, a mapping of type names to names, or None, not {value!r}")
+        raise ArgumentError(
+            f"contract must be a contract's name, a mapping of type names to names, or None, not {value!r}"
+        )
     result = {}
     for type_name, contract_name in value.items():
         dtype = by_name(type_name)
@@ -61,9 +66,18 @@ def _parse_threads(value: Any) -> int | None:
         count = int(value)
     except (TypeError, ValueError):
         count = 0
-    if count < 1 or isinstance(value, bool):
+    if count < 1 or isinstance(value, bool) or (not isinstance(value, str) and count != value):
         raise ArgumentError(f"num_threads must be a whole number of at least 1, or None, not {value!r}")
     return count
+
+
+def _parse_path(value: Any) -> Path | None:
+    if value is None:
+        return None
+    try:
+        return Path(value).expanduser()
+    except TypeError:
+        raise ArgumentError(f"cache_dir must be a path or None, not {value!r}") from None
 
 
 def configured_contract(dtype: DType) -> Contract | None:
@@ -84,7 +98,7 @@ class _Config(ModuleType):
         elif name == "num_threads":
             value = _parse_threads(value)
         elif name == "cache_dir":
-            value = None if value is None else Path(value).expanduser()
+            value = _parse_path(value)
         elif not name.startswith("_"):
             raise ArgumentError(f"detkern.config has no setting {name!r}; it has contract, num_threads and cache_dir")
         super().__setattr__(name, value)

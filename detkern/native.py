@@ -1,9 +1,10 @@
-"""The framework's own matmul behind `backend="native"`, for comparison only: it follows no contract and is never chosen.
+"""The framework's own matmul behind `backend="native"`, for comparison only: it follows no contract and is never
+chosen.
 
-numpy.matmul, torch.matmul, jax.numpy.matmul or cupy.matmul runs on the caller's own memory, in the operands' type and with
-the framework's own accumulation; NumPy has no bfloat16 arithmetic, so there bfloat16 operands are cast to float32 first
-and the result is rounded once. `bias` and `accumulate` are further operations of the framework, each rounded to the type
-that the framework gives it. Operands of one call must be of one framework.
+numpy.matmul, torch.matmul, jax.numpy.matmul or cupy.matmul runs on the caller's own memory, in the operands' type and
+with the framework's own accumulation; NumPy has no bfloat16 arithmetic, so there bfloat16 operands are cast to float32
+first and the result is rounded once. `bias` and `accumulate` are further operations of the framework, each rounded to
+the type that the framework gives it. Operands of one call must be of one framework.
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ class _Native:
         result = _window(out, problem.out, (*batch, m, n))
         column = None
         if bias is not None and problem.bias is not None:
-            column = TensorView(bias.pointer, (n,), (problem.bias.stride,), bias.dtype, bias.device, bias.readonly, bias.array)
+            column = TensorView(
+                bias.pointer, (n,), (problem.bias.stride,), bias.dtype, bias.device, bias.readonly, bias.array
+            )
         operands = [view for view in (left, right, column) if view is not None]
         frameworks = {_framework(view.array) for view in operands}
         if len(frameworks) > 1:
-            raise DeviceError(f"backend='native' needs operands of one framework, these are of {' and '.join(sorted(frameworks))}")
+            raise DeviceError(
+                f"backend='native' needs operands of one framework, these are of {' and '.join(sorted(frameworks))}"
+            )
         (framework,) = frameworks
         if framework == "torch" and _framework(out.array) == "torch":
             _torch_matmul(operands, result, problem.accumulate)
@@ -71,7 +76,9 @@ class _Native:
         else:
             cupy = cupy_runtime(execution.device)
             with cupy.cuda.Device(execution.device.index), cupy_stream(cupy, execution.device, execution.stream):
-                _finish(cupy.matmul, [_cupy_array(cupy, v) for v in operands], _cupy_array(cupy, result), problem.accumulate)
+                _finish(
+                    cupy.matmul, [_cupy_array(cupy, v) for v in operands], _cupy_array(cupy, result), problem.accumulate
+                )
 
     def block_scaled_gemm(
         self, problem: BlockScaledProblem, a: TensorView, scale_a: TensorView, b: TensorView, scale_b: TensorView,

@@ -1,7 +1,7 @@
 """From checked arguments to a plan: the problem, the backend that takes it, and what the result will be.
 
-A plan depends on shapes, strides, types, alignment and flags, never on data, so it is kept and used again. All errors that
-a call can give before its launch are raised here or in tensors/.
+A plan depends on shapes, strides, types, alignment and flags, never on data, so it is kept and used again. All errors
+that a call can give before its launch are raised here or in tensors/.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def _make_plan(
     if names.function in ("gemm_da", "gemm_db"):
         for view, argument in ((left, names.left), (right, names.right)):
             if len(view.shape) < 2:
-                raise ShapeError(f"{argument} has shape {list(view.shape)}; {names.function} needs at least two dimensions")
+                raise ShapeError(
+                    f"{argument} has shape {list(view.shape)}; {names.function} needs at least two dimensions"
+                )
     rows = _matrix(left, trans_left, names.left, vector_is_row=True)
     columns = _matrix(right, trans_right, names.right, vector_is_row=False)
     if rows.shape[-1] != columns.shape[-2]:
@@ -144,11 +146,17 @@ def _make_plan(
 
     if bias is not None:
         if accumulate:
-            raise ArgumentError("bias together with accumulate=True is refused; add the bias in the last call's own product")
+            raise ArgumentError(
+                "bias together with accumulate=True is refused; add the bias in the last call's own product"
+            )
         if bias.dtype not in OUTPUTS:
             raise DTypeError(f"bias is {bias.dtype}; it can be float32, float16 or bfloat16")
         if len(right.shape) < 2 or bias.shape != (n,):
-            wanted = f"[{n}], one value per column of the result" if len(right.shape) > 1 else f"a {names.right} with columns"
+            wanted = (
+                f"[{n}], one value per column of the result"
+                if len(right.shape) > 1
+                else f"a {names.right} with columns"
+            )
             raise ShapeError(f"bias has shape {list(bias.shape)}; {names.function} needs {wanted}")
     dtype = _result_type(out, out_dtype, accumulate, left.dtype)
     strides = contiguous_strides(shape)
@@ -180,13 +188,13 @@ def _check_operand_types(names: Names, left: TensorView, right: TensorView) -> N
     for view, argument in ((left, names.left), (right, names.right)):
         if view.dtype in FP8:
             raise DTypeError(
-                f"{argument} is {view.dtype}, which needs scales: use detkern.api.block_scaled_gemm, or cast {argument} to "
-                "float16 or bfloat16 first (exact)"
+                f"{argument} is {view.dtype}, which needs scales: use detkern.api.block_scaled_gemm, or cast "
+                f"{argument} to float16 or bfloat16 first (exact)"
             )
     if left.dtype != right.dtype:
         raise DTypeError(
-            f"{names.left} is {left.dtype} and {names.right} is {right.dtype}, and operands of different types are not mixed: "
-            f"cast {names.right} to {left.dtype} or {names.left} to {right.dtype}"
+            f"{names.left} is {left.dtype} and {names.right} is {right.dtype}, and operands of different types are not "
+            f"mixed: cast {names.right} to {left.dtype} or {names.left} to {right.dtype}"
         )
 
 
@@ -197,7 +205,9 @@ def _matrix(view: TensorView, transpose: bool, argument: str, vector_is_row: boo
         raise ShapeError(f"{argument} has no dimensions; give at least one, as in {argument}.reshape(1)")
     if len(shape) == 1:
         if transpose:
-            raise ArgumentError(f"trans_{argument}=True needs two dimensions or more; {argument} has shape {list(shape)}")
+            raise ArgumentError(
+                f"trans_{argument}=True needs two dimensions or more; {argument} has shape {list(shape)}"
+            )
         shape, strides = ((1, *shape), (0, *strides)) if vector_is_row else ((*shape, 1), (*strides, 0))
     elif transpose:
         shape, strides = (*shape[:-2], shape[-1], shape[-2]), (*strides[:-2], strides[-1], strides[-2])
@@ -234,8 +244,8 @@ def _broadcast(
     for x, y in zip((1,) * (rank - len(first)) + first, (1,) * (rank - len(second)) + second, strict=True):
         if x != y and x != 1 and y != 1:
             raise ShapeError(
-                f"{names.left} {list(left.shape)} and {names.right} {list(right.shape)} have batch dimensions {list(first)} and "
-                f"{list(second)}, which do not broadcast: each pair must be equal, or one of them 1"
+                f"{names.left} {list(left.shape)} and {names.right} {list(right.shape)} have batch dimensions "
+                f"{list(first)} and {list(second)}, which do not broadcast: each pair must be equal, or one of them 1"
             )
         batch.append(y if x == 1 else x)
     return tuple(batch)
@@ -269,7 +279,9 @@ def _result_type(out: TensorView | None, out_dtype: DType | None, accumulate: bo
     if out_dtype is not None and out_dtype != out.dtype:
         raise DTypeError(f"out_dtype={out_dtype} but out is {out.dtype}; out decides, so leave out_dtype away")
     if accumulate and out.dtype != F32:
-        raise DTypeError(f"accumulate=True needs a float32 out, this one is {out.dtype}; its bits are those of the chain's start")
+        raise DTypeError(
+            f"accumulate=True needs a float32 out, this one is {out.dtype}; its bits are those of the chain's start"
+        )
     return out.dtype
 
 
@@ -281,7 +293,8 @@ def _check_out(out: TensorView, shape: tuple[int, ...]) -> None:
         raise ArgumentError("out is read-only; give an array that can be written")
     if self_overlapping(out.shape, out.strides):
         raise ArgumentError(
-            f"out {list(out.shape)} with strides {list(out.strides)} puts several elements at one address; give one without overlap"
+            f"out {list(out.shape)} with strides {list(out.strides)} puts several elements at one address; "
+            "give one without overlap"
         )
 
 
@@ -293,9 +306,9 @@ def _contract(
     chosen = registry.contract_for(left.dtype, left.device, None if asked is None else get_contract(asked), configured)
     if left.dtype not in chosen.operands:
         takes = " and ".join(dtype.short for dtype in chosen.operands)
-        hint = "; use detkern.api.block_scaled_gemm for it" if chosen is FP8_BLOCK128 else ""
+        hint = "use detkern.api.block_scaled_gemm for it" if chosen is FP8_BLOCK128 else "contract='fma' takes it"
         raise ContractUnsupported(
-            f"contract={chosen.name!r} takes {takes} operands, {names.left} is {describe(left)}{hint or '; contract=' + repr('fma') + ' takes it'}"
+            f"contract={chosen.name!r} takes {takes} operands, {names.left} is {describe(left)}; {hint}"
         )
     return chosen
 
@@ -324,7 +337,9 @@ def plan_block_scaled(
         raise ShapeError(f"a {list(a.shape)} and b {list(b.shape)} do not fit: K is {k} in a and {b.shape[0]} in b")
     block = FP8_BLOCK128.k_multiple
     if k % block:
-        raise ShapeError(f"a {list(a.shape)} has K = {k}, which is no multiple of {block}; pad a and b with zeros along K")
+        raise ShapeError(
+            f"a {list(a.shape)} has K = {k}, which is no multiple of {block}; pad a and b with zeros along K"
+        )
     _need_shape(scale_a, "scale_a", (m, k // block), f"one scale per row of a and block of {block} k")
     _need_shape(scale_b, "scale_b", (k // block, n), f"one scale per block of {block} k and column of b")
     dtype = _result_type(out, out_dtype, accumulate, F32)

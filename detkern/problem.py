@@ -39,8 +39,8 @@ class Vector:
 class GemmProblem:
     """out[*batch, m, n] = contract(a[*batch, m, k], b[*batch, k, n]) (+ out) (+ bias[n]).
 
-    Batch dimensions are merged as far as the strides allow; a batch over which `b` is broadcast is merged into `m` where
-    the rows of `a` and `out` line up.
+    Batch dimensions are merged as far as the strides allow; a batch over which `b` is broadcast is merged into `m`
+    where the rows of `a` and `out` line up.
     """
 
     contract: Contract
@@ -102,8 +102,8 @@ def _plain(view: TensorView) -> Matrix:
 def gemm_problem(
     contract: Contract, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, accumulate: bool
 ) -> GemmProblem:
-    """The problem of views that already fit: a [*batch, M, K], b [*batch, K, N], out [*batch, M, N] with the same number
-    of dimensions (broadcast ones have stride 0), bias [N]."""
+    """The problem of views that already fit: a [*batch, M, K], b [*batch, K, N], out [*batch, M, N] with the same
+    number of dimensions (broadcast ones have stride 0), bias [N]."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     batch = [
         (size, sa, sb, so)

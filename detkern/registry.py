@@ -105,11 +105,9 @@ def select(op: str, problem: GemmProblem | BlockScaledProblem, name: str | None)
     raise error(f"no backend takes this {op} on {device}: " + "; ".join(answers))
 
 
-def passed_over(
-    op: str, problem: GemmProblem | BlockScaledProblem, chosen: str, named: bool
-) -> list[tuple[str, str]]:
-    """Every backend for the problem's kind of device but the chosen one, with why it is not the one. `named`: the caller
-    named the chosen one."""
+def passed_over(op: str, problem: GemmProblem | BlockScaledProblem, chosen: str, named: bool) -> list[tuple[str, str]]:
+    """Every backend for the problem's kind of device but the chosen one, with why it is not the one. `named`: the
+    caller named the chosen one."""
     device = problem.device
     reasons = []
     for row in TABLE:

@@ -133,8 +133,9 @@ def test_torch_layouts() -> None:
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [((5,), (5,)), ((5,), (5, 3)), ((4, 5), (5,)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)), ((2, 4, 5), (5, 3)), ((4, 5), (2, 5, 3)),
-     ((2, 1, 4, 5), (3, 5, 3)), ((2, 3, 4, 5), (2, 3, 5, 3)), ((1, 1, 1), (1, 1)), ((3, 1, 5), (3, 5, 1)),
+    [((5,), (5,)), ((5,), (5, 3)), ((4, 5), (5,)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)), ((2, 4, 5), (5, 3)),
+     ((4, 5), (2, 5, 3)), ((2, 1, 4, 5), (3, 5, 3)), ((2, 3, 4, 5), (2, 3, 5, 3)),
+     ((1, 1, 1), (1, 1)), ((3, 1, 5), (3, 5, 1)),
      ((2, 1, 2, 1, 2, 1, 2, 1, 2, 2, 3), (1, 2, 1, 2, 1, 2, 1, 2, 2, 3, 2))],
     ids=str,
 )  # fmt: skip
@@ -147,7 +148,9 @@ def test_shapes_follow_numpy_matmul(left: tuple[int, ...], right: tuple[int, ...
     assert result.shape == expected.shape
     assert (result == expected).all()
     if len(left) > 1 and len(right) > 1:
-        swapped = detkern.gemm(np.ascontiguousarray(a.swapaxes(-1, -2)), b.swapaxes(-1, -2).copy(), trans_a=True, trans_b=True)
+        swapped = detkern.gemm(
+            np.ascontiguousarray(a.swapaxes(-1, -2)), b.swapaxes(-1, -2).copy(), trans_a=True, trans_b=True
+        )
         assert (swapped == expected).all()
 
 
@@ -285,7 +288,15 @@ def test_explain_says_what_would_run_and_runs_nothing(monkeypatch: pytest.Monkey
     assert "a: strides of (40, 5) bytes" in said.copies[0]
     assert said.passed_over == (("native", "runs only when named"),)
     assert (out == 1).all()
-    for line in ("backend   cpu", "contract  fma", "kernel ", "tile ", "geometry ", "copy      a: strides", "not       native"):
+    for line in (
+        "backend   cpu",
+        "contract  fma",
+        "kernel ",
+        "tile ",
+        "geometry ",
+        "copy      a: strides",
+        "not       native",
+    ):
         assert line in str(said)
     assert detkern.explain(out, out.T, backend="native").contract == "none"
     assert detkern.explain(out, out.T, backend="native").passed_over == (("cpu", "native was named"),)

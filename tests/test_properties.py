@@ -74,9 +74,7 @@ def test_concatenated_chunks_equal_the_whole(case: Case, data: st.DataObject) ->
     m, n = case.a.shape[0], case.b.shape[1]
     row_cuts = sorted(data.draw(st.lists(st.integers(0, m), max_size=3)))
     column_cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
-    chunks = [
-        [case.product(x, y) for y in np.split(case.b, column_cuts, axis=1)] for x in np.split(case.a, row_cuts)
-    ]
+    chunks = [[case.product(x, y) for y in np.split(case.b, column_cuts, axis=1)] for x in np.split(case.a, row_cuts)]
     assert same(np.block(chunks), case.product())
 
 

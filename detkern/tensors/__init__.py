@@ -1,8 +1,8 @@
 """Any array in, a `TensorView` out; new arrays in the caller's framework, on the caller's stream, from its allocator.
 
 What the adapters hold to:
-- a framework is touched only where the caller has imported it (sys.modules); CuPy alone is imported by us, and only when a
-  CUDA array of a framework without an allocator of its own has to be served;
+- a framework is touched only where the caller has imported it (sys.modules); CuPy alone is imported by us, and only
+  when a CUDA array of a framework without an allocator of its own has to be served;
 - memory is read where it lies. A copy is made only where no element stride describes the array, and `explain` says so;
 - an array whose memory is not what the caller sees (lazy, traced, quantized, sparse, byte-swapped, masked) is refused
   with what would work, never read wrongly;

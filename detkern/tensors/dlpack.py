@@ -1,8 +1,8 @@
 """DLPack capsules, read and written through ctypes, because NumPy's own reader knows neither bfloat16 nor float8.
 
-The structures and codes are those of dlpack.h 1.1. A capsule that nobody has consumed frees its tensor when it dies, so a
-reader only has to hold it; and an exporter lets NumPy or CuPy make a capsule of unsigned integers (their code then owns
-the memory's life) and puts the true element type into it.
+The structures and codes are those of dlpack.h 1.1. A capsule that nobody has consumed frees its tensor when it dies, so
+a reader only has to hold it; and an exporter lets NumPy or CuPy make a capsule of unsigned integers (their code then
+owns the memory's life) and puts the true element type into it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def _tensor(capsule: Any, argument: str) -> tuple[_Tensor, int]:
     if _is_valid(capsule, b"dltensor_versioned"):
         managed = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if managed.major != 1:
-            raise DTypeError(f"{argument} exports DLPack {managed.major}.{managed.minor}; detkern reads versions below 2")
+            raise DTypeError(
+                f"{argument} exports DLPack {managed.major}.{managed.minor}; detkern reads versions below 2"
+            )
         return managed.tensor, managed.flags
     raise DTypeError(f"{argument}.__dlpack__() gave no DLPack capsule")
 
@@ -101,7 +103,9 @@ def device_of(code: Any, index: Any, argument: str) -> Device:
     """The device that `__dlpack_device__` or a capsule names."""
     kind = _DEVICES.get(int(code))
     if kind is None:
-        raise DeviceError(f"{argument} is on a device of DLPack type {int(code)}; detkern reads CPU, CUDA and ROCm memory")
+        raise DeviceError(
+            f"{argument} is on a device of DLPack type {int(code)}; detkern reads CPU, CUDA and ROCm memory"
+        )
     return Device(kind, 0 if kind == "cpu" else int(index))
 
 

@@ -1,8 +1,9 @@
-"""Arrays that detkern knows only by a protocol: `__dlpack__`, or `__cuda_array_interface__` where that is all they have.
+"""Arrays that detkern knows only by a protocol: `__dlpack__`, or `__cuda_array_interface__` where that is all they
+have.
 
-A result goes back through the framework's own `from_dlpack` (of its array namespace, else of the top module of its type)
-and is a NumPy or CuPy array where there is none, or where that one cannot take the element type. CUDA work goes to CuPy's
-current stream.
+A result goes back through the framework's own `from_dlpack` (of its array namespace, else of the top module of its
+type) and is a NumPy or CuPy array where there is none, or where that one cannot take the element type. CUDA work goes
+to CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class _CudaArrayInterface(_Foreign):
         if dtype is None:
             if typestr[1] == "V":
                 raise DTypeError(
-                    f"{argument} has the type string {typestr!r}, with which __cuda_array_interface__ cannot say which type of "
-                    "that size it is; export bfloat16 and float8 through __dlpack__"
+                    f"{argument} has the type string {typestr!r}, with which __cuda_array_interface__ cannot say "
+                    "which type of that size it is; export bfloat16 and float8 through __dlpack__"
                 )
             if typestr[0] == ">":
                 raise DTypeError(f"{argument} is big-endian ({typestr!r}); convert it to the device's byte order")

@@ -1,8 +1,8 @@
 """JAX arrays. They are immutable: never an `out`. A result is new memory of NumPy or CuPy that JAX then adopts.
 
-On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the operands, and
-JAX makes every reader of an adopted array wait for it. JAX's allocator does not know that stream, so operands are held
-until the work has finished.
+On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the operands,
+and JAX makes every reader of an adopted array wait for it. JAX's allocator does not know that stream, so operands are
+held until the work has finished.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class _Jax(Adapter):
         holders = array.devices()
         if len(holders) != 1:
             raise DeviceError(
-                f"{argument} is spread over {len(holders)} devices; give one shard, as in {argument}.addressable_data(0)"
+                f"{argument} is spread over {len(holders)} devices; give one shard, as in "
+                f"{argument}.addressable_data(0)"
             )
         (holder,) = holders
         if holder.platform == "cpu":
@@ -83,8 +84,8 @@ class _Jax(Adapter):
 
     def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
         raise ArgumentError(
-            f"{argument} is a JAX array, which is immutable; leave {argument} away and take the result (accumulate=True "
-            "needs an array that can be written, of NumPy, CuPy or PyTorch)"
+            f"{argument} is a JAX array, which is immutable; leave {argument} away and take the result "
+            "(accumulate=True needs an array that can be written, of NumPy, CuPy or PyTorch)"
         )
 
     def execution(self, device: Device) -> Execution:
@@ -102,7 +103,9 @@ class _Jax(Adapter):
         device = execution.device
         if device.kind == "cpu":
             # JAX adopts memory without a copy only where 64 divides the address.
-            array = host_memory(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 64).view(dtype.bits).reshape(shape)
+            array = (
+                host_memory(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 64).view(dtype.bits).reshape(shape)
+            )
             return TensorView(array.ctypes.data, shape, strides, dtype, device, False, array)
         array = cupy_memory(shape, dtype.bits, execution)
         return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)

@@ -94,7 +94,8 @@ class _NumPy(Adapter):
         kind = type(array)
         if isinstance(array, np.ma.MaskedArray):
             raise DTypeError(
-                f"{argument} is a masked array, and a product has no place for the mask; fill it, as in {argument}.filled(0)"
+                f"{argument} is a masked array, and a product has no place for the mask; fill it, as in "
+                f"{argument}.filled(0)"
             )
         if kind is not np.ndarray and kind is not np.memmap:
             raise DTypeError(

@@ -1,9 +1,9 @@
 """Whether strided windows on memory share an address, exactly, with a bound on the work.
 
 Both questions are one of bounded integers: is there x with sum(c[i] * x[i]) == target and 0 <= x[i] <= u[i]? Most cases
-never get there (address ranges apart, or strides that nest). The rest is a depth-first search that prunes by range and by
-greatest common divisor; where it has not ended after `WORK` nodes the answer is "they overlap", so that a caller refuses
-rather than races. NumPy's shares_memory solves the same problem; this one also works on device addresses.
+never get there (address ranges apart, or strides that nest). The rest is a depth-first search that prunes by range and
+by greatest common divisor; where it has not ended after `WORK` nodes the answer is "they overlap", so that a caller
+refuses rather than races. NumPy's shares_memory solves the same problem; this one also works on device addresses.
 """
 
 from __future__ import annotations

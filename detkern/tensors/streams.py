@@ -1,4 +1,5 @@
-"""Order between two CUDA streams, for calls whose operands come from several frameworks. CuPy's runtime does the work."""
+"""Order between two CUDA streams, for calls whose operands come from several frameworks. CuPy's runtime does the
+work."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class _StreamHandle:
 def cupy_runtime(device: Device) -> Any:
     """CuPy, imported here if the caller has not; DeviceError where the device is none of CUDA's or CuPy is missing."""
     if device.kind != "cuda":
-        raise DeviceError(f"arrays of different frameworks on {device} cannot be ordered; give all operands in one framework")
+        raise DeviceError(
+            f"arrays of different frameworks on {device} cannot be ordered; give all operands in one framework"
+        )
     try:
         import cupy
     except ImportError as error:

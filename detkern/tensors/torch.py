@@ -1,6 +1,7 @@
 """PyTorch tensors: pointer and strides read directly, results and scratch from PyTorch's allocator (graph pools too).
 
-CUDA and ROCm tensors both say "cuda" (torch.version.hip tells them apart); torch_musa and torch_npu add "musa" and "npu".
+CUDA and ROCm tensors both say "cuda" (torch.version.hip tells them apart); torch_musa and torch_npu add "musa" and
+"npu".
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class _Torch(Adapter):
 
     def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
         if array.is_neg() or array.is_conj():
-            raise ArgumentError(f"{argument} has torch's lazy negative bit set and cannot be written; give {argument}.resolve_neg()")
+            raise ArgumentError(
+                f"{argument} has torch's lazy negative bit set and cannot be written; give {argument}.resolve_neg()"
+            )
         return self._strided(array, argument)
 
     def _strided(self, array: Any, argument: str) -> TensorView:
@@ -78,11 +81,13 @@ class _Torch(Adapter):
             pointer = array.data_ptr()
         except RuntimeError as error:
             raise DTypeError(
-                f"{argument} has no memory of its own (a tensor inside torch.func, torch.compile or a tracer): {error}; "
-                "call detkern outside of the transform"
+                f"{argument} has no memory of its own (a tensor inside torch.func, torch.compile or a tracer): {error}"
+                "; call detkern outside of the transform"
             ) from None
         if pointer == 0 and array.numel():
-            raise ArgumentError(f"{argument} has had its storage freed (resized to 0 bytes); restore it before the call")
+            raise ArgumentError(
+                f"{argument} has had its storage freed (resized to 0 bytes); restore it before the call"
+            )
         return TensorView(pointer, tuple(array.shape), array.stride(), dtype, device, False, array)
 
     def _checked(self, array: Any, argument: str) -> DType:
@@ -91,8 +96,8 @@ class _Torch(Adapter):
         kind = type(array)
         if kind not in self._plain and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             raise DTypeError(
-                f"{argument} is a {kind.__module__}.{kind.__qualname__}, which holds no plain memory of its own; give the "
-                "plain (or local) tensor"
+                f"{argument} is a {kind.__module__}.{kind.__qualname__}, which holds no plain memory of its own; give "
+                "the plain (or local) tensor"
             )
         if array.layout is not self._strided_layout:
             raise DTypeError(f"{argument} has layout {array.layout}; make it dense, as in {argument}.to_dense()")

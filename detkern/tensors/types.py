@@ -16,7 +16,11 @@ OUTPUTS: tuple[DType, ...] = (F32, F16, BF16)
 # What only block_scaled_gemm takes.
 FP8: tuple[DType, ...] = (E4M3, E5M2)
 
-_REPLACEMENTS = {"float8_e4m3fnuz": "float8_e4m3fn", "float8_e5m2fnuz": "float8_e5m2", "float8_e4m3b11fnuz": "float8_e4m3fn"}
+_REPLACEMENTS = {
+    "float8_e4m3fnuz": "float8_e4m3fn",
+    "float8_e5m2fnuz": "float8_e5m2",
+    "float8_e4m3b11fnuz": "float8_e4m3fn",
+}
 
 
 def dtype_argument(value: Any, argument: str = "out_dtype") -> DType:
@@ -47,10 +51,14 @@ def refuse_type(argument: str, found: str, cast: str) -> DTypeError:
     if found in _REPLACEMENTS:
         wanted = _REPLACEMENTS[found]
         return DTypeError(
-            f"{argument} is {found}, whose values are not those of {wanted} under the same bits; quantize it to {wanted}"
+            f"{argument} is {found}, whose values are not those of {wanted} under the same bits; "
+            f"quantize it to {wanted}"
         )
     if found.startswith("complex"):
-        return DTypeError(f"{argument} is {found}; there is no complex product: multiply real and imaginary parts apart")
+        return DTypeError(
+            f"{argument} is {found}; there is no complex product: multiply real and imaginary parts apart"
+        )
     return DTypeError(
-        f"{argument} is {found}; detkern takes float32, float16, bfloat16, float8_e4m3fn and float8_e5m2: cast it, as in {cast}"
+        f"{argument} is {found}; detkern takes float32, float16, bfloat16, float8_e4m3fn and float8_e5m2: "
+        f"cast it, as in {cast}"
     )

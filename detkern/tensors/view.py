@@ -12,7 +12,8 @@ __all__ = ["Device", "TensorView", "contiguous_strides", "describe"]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where an array lives. kind: "cpu", "cuda", "rocm", "musa" or "ascend"; index: the ordinal of that kind (0 for "cpu")."""
+    """Where an array lives. kind: "cpu", "cuda", "rocm", "musa" or "ascend"; index: the ordinal of that kind (0 for
+    "cpu")."""
 
     kind: str
     index: int = 0

@@ -1,0 +1,86 @@
+"""The process defaults, their checks and their environment variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import detkern
+from detkern import config
+from detkern.config import configured_contract
+from detkern.dtypes import BF16, F16, F32
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = config.contract, config.num_threads, config.cache_dir
+    yield
+    config.contract, config.num_threads, config.cache_dir = before
+
+
+def test_a_bare_name_binds_the_types_that_it_lists() -> None:
+    config.contract = "mma8"
+    assert config.contract == "mma8"
+    assert configured_contract(BF16).name == configured_contract(F16).name == "mma8"
+    assert configured_contract(F32) is None
+    config.contract = None
+    assert configured_contract(BF16) is None
+
+
+def test_a_mapping_or_its_text_binds_each_type() -> None:
+    for value in ({"f32": "fma", "bfloat16": "tree"}, "f32=fma, bf16=tree"):
+        config.contract = value
+        assert configured_contract(F32).name == "fma"
+        assert configured_contract(BF16).name == "tree"
+        assert configured_contract(F16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "said"),
+    [("contract", "tf32", detkern.ContractUnsupported, "'tf32'"),
+     ("contract", {"f64": "fma"}, detkern.ArgumentError, "'f64' is no operand type; the types are f32"),
+     ("contract", {"f32": "mma16"}, detkern.ArgumentError, "mma16 does not take f32; it takes f16, bf16"),
+     ("contract", 16, detkern.ArgumentError, "a contract's name, a mapping"),
+     ("contract", "f32=", detkern.ContractUnsupported, "contract=''"),
+     ("num_threads", 0, detkern.ArgumentError, "at least 1"),
+     ("num_threads", True, detkern.ArgumentError, "at least 1"),
+     ("num_threads", "many", detkern.ArgumentError, "'many'"),
+     ("num_threads", 2.5, detkern.ArgumentError, "2.5"),
+     ("cache_dir", 7, detkern.ArgumentError, "cache_dir must be a path"),
+     ("precision", "high", detkern.ArgumentError, "no setting 'precision'; it has contract, num_threads and")],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: object, error: type, said: str) -> None:
+    config.contract, config.num_threads = "fma", 3
+    with pytest.raises(error) as raised:
+        setattr(config, name, value)
+    assert said in str(raised.value)
+    assert (config.contract, config.num_threads) == ("fma", 3)
+    assert configured_contract(BF16).name == "fma"
+
+
+def test_paths_and_numbers_are_converted() -> None:
+    config.cache_dir = "~/somewhere"
+    assert config.cache_dir == Path.home() / "somewhere"
+    config.num_threads = "4"
+    assert config.num_threads == 4
+
+
+def with_environment(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True)
+
+
+def test_environment_variables() -> None:
+    code = "from detkern import config; print(config.contract, config.num_threads, config.cache_dir)"
+    ran = with_environment(code, DETKERN_CONTRACT="bf16=tree", DETKERN_NUM_THREADS="2", DETKERN_CACHE_DIR="/tmp/x")
+    assert ran.stdout.split() == ["bf16=tree", "2", "/tmp/x"]
+    ran = with_environment("import detkern", DETKERN_NUM_THREADS="none")
+    assert ran.returncode != 0
+    assert "DETKERN_NUM_THREADS: num_threads must be a whole number" in ran.stderr
+    ran = with_environment("import detkern", DETKERN_CONTRACT="")
+    assert ran.returncode == 0

@@ -1,0 +1,168 @@
+"""Dispatch: the order of the table, and what each backend answered when none is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import detkern
+from detkern import plan, registry
+from detkern.contracts import CONTRACTS, Contract, default_contract
+from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.problem import GemmProblem, gemm_problem
+from detkern.registry import Row
+from detkern.tensors import Device, TensorView
+
+CPU, CUDA = Device("cpu"), Device("cuda", 1)
+
+
+class Fake:
+    def __init__(self, name: str, unavailable: str | None = None, refuses: str | None = None) -> None:
+        self.name = name
+        self.deterministic = True
+        self.reasons = (unavailable, refuses)
+        self.calls: list[GemmProblem] = []
+
+    def unavailable(self, device: Device) -> str | None:
+        return self.reasons[0]
+
+    def refuses(self, problem: GemmProblem) -> str | None:
+        assert self.reasons[0] is None, "asked although it cannot run"
+        return self.reasons[1]
+
+    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
+        return []
+
+    def capability(self, device: Device) -> tuple[int, int]:
+        return 8, 6
+
+    def gemm(self, problem: GemmProblem, *_: object) -> None:
+        self.calls.append(problem)
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a table of (row, backend) in place of the real one."""
+
+    def install(*entries: tuple[Row, Fake]) -> None:
+        backends = {row.name: backend for row, backend in entries}
+        monkeypatch.setattr(registry, "TABLE", tuple(row for row, _ in entries))
+        monkeypatch.setattr(registry, "load", backends.__getitem__)
+        plan.forget_plans()
+
+    yield install
+    plan.forget_plans()
+
+
+def row(
+    name: str, devices: tuple[str, ...] = ("cpu",), ops: tuple[str, ...] = ("gemm",), dispatched: bool = True
+) -> Row:
+    return Row(name, "", devices, ops, dispatched)
+
+
+def problem(device: Device = CPU) -> GemmProblem:
+    view = TensorView(64, (2, 2), (2, 1), F32, device)
+    return gemm_problem(CONTRACTS["fma"], view, view, view, None, False)
+
+
+def test_the_first_that_can_and_does_not_refuse(install: Install) -> None:
+    absent, unwilling, first, second = Fake("a", "no driver"), Fake("b", None, "odd sizes"), Fake("c"), Fake("d")
+    install((row("a"), absent), (row("b"), unwilling), (row("c"), first), (row("d"), second))
+    assert registry.select("gemm", problem(), None) is first
+    assert registry.select("gemm", problem(), "d") is second
+    assert registry.passed_over("gemm", problem(), "c", False) == [
+        ("a", "no driver"), ("b", "odd sizes"), ("d", "c comes first")
+    ]  # fmt: skip
+    assert registry.passed_over("gemm", problem(), "d", True)[-1] == ("c", "d was named")
+
+
+def test_a_row_that_is_not_dispatched_runs_only_when_named(install: Install) -> None:
+    named, other = Fake("named"), Fake("other")
+    install((row("named", dispatched=False), named), (row("other"), other))
+    assert registry.select("gemm", problem(), None) is other
+    assert registry.select("gemm", problem(), "named") is named
+    assert registry.passed_over("gemm", problem(), "other", False) == [("named", "runs only when named")]
+    install((row("named", dispatched=False), named))
+    with pytest.raises(detkern.DeviceError, match="no backend has gemm on cpu"):
+        registry.select("gemm", problem(), None)
+
+
+def test_no_backend_is_left(install: Install) -> None:
+    install((row("a"), Fake("a", "no driver")), (row("b"), Fake("b", None, "it computes fma")))
+    with pytest.raises(detkern.ContractUnsupported, match="a: no driver; b: it computes fma"):
+        registry.select("gemm", problem(), None)
+    install((row("a"), Fake("a", "no driver")), (row("b"), Fake("b", "no library")))
+    with pytest.raises(detkern.BackendUnavailable, match="a: no driver; b: no library"):
+        registry.select("gemm", problem(), None)
+    with pytest.raises(detkern.DeviceError, match="no backend has gemm on cuda:1; backends: a, b"):
+        registry.select("gemm", problem(CUDA), None)
+    with pytest.raises(detkern.BackendUnavailable, match="backend='a' cannot run here: no driver"):
+        registry.select("gemm", problem(), "a")
+    with pytest.raises(detkern.DeviceError, match="backend='a' works on cpu arrays, these are on cuda:1"):
+        registry.select("gemm", problem(CUDA), "a")
+    with pytest.raises(detkern.ContractUnsupported, match="backend='a' has no block_scaled_gemm; it has gemm"):
+        registry.select("block_scaled_gemm", problem(), "a")
+    install((row("b"), Fake("b", None, "it computes fma")))
+    with pytest.raises(detkern.ContractUnsupported, match="backend='b': it computes fma"):
+        registry.select("gemm", problem(), "b")
+
+
+def test_dispatch_never_takes_a_backend_without_the_op(install: Install) -> None:
+    install((row("a", ops=("other",)), Fake("a")), (row("b"), backend := Fake("b")))
+    assert registry.select("gemm", problem(), None) is backend
+    assert registry.passed_over("gemm", problem(), "b", False) == [("a", "has no gemm")]
+
+
+def test_a_call_reaches_the_backend_that_dispatch_chose(install: Install) -> None:
+    install((row("a"), Fake("a", "no driver")), (row("b"), backend := Fake("b")))
+    detkern.gemm(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32))
+    (seen,) = backend.calls
+    assert (seen.m, seen.k, seen.n) == (2, 3, 4)
+
+
+def test_an_unavailable_backend_leaves_out_alone(install: Install) -> None:
+    install((row("a"), Fake("a", "no driver")))
+    out = np.full((2, 4), 7, np.float32)
+    with pytest.raises(detkern.BackendUnavailable, match="no driver"):
+        detkern.gemm(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32), out=out)
+    assert (out == 7).all()
+
+
+def test_contract_for(install: Install) -> None:
+    install((row("a", ("cuda",)), Fake("a")))
+    fma, tree = CONTRACTS["fma"], CONTRACTS["tree"]
+    assert registry.contract_for(BF16, CUDA, fma, tree) is fma
+    assert registry.contract_for(BF16, CUDA, None, tree) is tree
+    assert registry.contract_for(BF16, CUDA, None, None).name == "mma8"  # the fake device is of compute capability 8.6
+    assert registry.contract_for(F32, CUDA, None, None) is fma
+    assert registry.contract_for(F16, CPU, None, None).name == "mma16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "capability", "expected"),
+    [(F32, "cuda", (9, 0), "fma"), (BF16, "cpu", None, "mma16"), (F16, "cuda", (9, 0), "mma16"),
+     (F16, "cuda", (12, 0), "mma16"), (BF16, "cuda", (8, 0), "mma8"), (BF16, "cuda", (8, 9), "mma8"),
+     (BF16, "musa", None, "fma"), (F16, "rocm", None, "fma"), (BF16, "ascend", None, "tree"),
+     (F32, "ascend", None, "fma"), (E4M3, "cuda", (9, 0), "fp8-block128")],
+)  # fmt: skip
+def test_defaults(dtype: DType, kind: str, capability: tuple[int, int] | None, expected: str) -> None:
+    assert default_contract(dtype, kind, capability).name == expected
+
+
+def test_the_real_table() -> None:
+    assert registry.backend_names()[0] == "cpu"
+    assert not next(row for row in registry.TABLE if row.name == "native").dispatched
+    assert all(row.dispatched for row in registry.TABLE if row.name != "native")
+    for name in ("cpu", "native"):
+        backend = registry.load(name)
+        assert backend.name == name
+        assert backend is registry.load(name)
+        assert backend.unavailable(CPU) is None
+    assert [(row.name, reason) for row, _, reason in registry.offers(CPU)] == [("cpu", None), ("native", None)]
+    with pytest.raises(detkern.ArgumentError, match="backend='tpu' does not exist; the backends are cpu, "):
+        registry.load("tpu")
