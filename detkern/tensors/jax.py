@@ -1,8 +1,9 @@
-"""JAX arrays. They are immutable: never an `out`. A result is new memory of NumPy or CuPy that JAX then adopts.
+"""JAX arrays. They are immutable: never an `out`. A result on the CPU is new host memory that JAX adopts without a copy;
+on CUDA it is a new JAX array, written before JAX sees it again through DLPack.
 
-On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the operands,
-and JAX makes every reader of an adopted array wait for it. JAX's allocator does not know that stream, so operands are
-held until the work has finished.
+On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the arrays, and
+JAX makes every reader of an array that it imports wait for it. JAX's allocator does not know that stream, so the
+operands and the memory of the result are held until the work has finished. Scratch memory comes from CuPy's pool.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..backend import Execution
 from ..dtypes import DTYPES, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
-from .cupy import cupy_memory, exported, external_execution
+from .cupy import external_execution
 from .dlpack import Exported, device_of, read
 from .numpy import CPU, host_memory, scratch
 from .streams import keep
@@ -107,8 +108,11 @@ class _Jax(Adapter):
                 host_memory(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 64).view(dtype.bits).reshape(shape)
             )
             return TensorView(array.ctypes.data, shape, strides, dtype, device, False, array)
-        array = cupy_memory(shape, dtype.bits, execution)
-        return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)
+        if 0 in shape:
+            return TensorView(0, shape, strides, dtype, device)
+        array = self._jax.numpy.empty(shape, dtype.numpy, device=self._jax_devices[device])
+        imported = read(array, "the result", "", stream=execution.stream or 1)
+        return TensorView(imported.pointer, shape, strides, dtype, device, False, (array, imported.owner))
 
     def result(self, like: Any, view: TensorView, execution: Execution) -> Any:
         if 0 in view.shape:
@@ -116,7 +120,9 @@ class _Jax(Adapter):
             return self._jax.device_put(np.empty(view.shape, view.dtype.numpy), holder)
         if execution.device.kind == "cpu":
             return self._from_dlpack(Exported(view.array, view.dtype, view.array.__dlpack__))
-        return self._from_dlpack(exported(view, execution))
+        # Imported anew, because only an array that comes from outside waits for the stream of the work.
+        keep(execution.device, execution.stream, view.array)
+        return self._from_dlpack(view.array[0])
 
     def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
         keep(execution.device, execution.stream, view.array)
