@@ -127,7 +127,7 @@ def large_memory() -> Iterator[TensorView]:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-@pytest.mark.parametrize(("contract", "mode"), _large_cases(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("contract", "mode"), list(_large_cases()), ids=lambda value: str(value))
 def test_operands_beyond_2_to_the_31_elements(contract: Contract, mode: str, large_memory: TensorView) -> None:
     """a [M, K] spans the large memory; rows from its whole length are compared with the replay."""
     import cupy

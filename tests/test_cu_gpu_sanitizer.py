@@ -67,7 +67,7 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
         if initial is None:
             out = _uninitialised((m, n), out_dtype, number % 2 == 1)
         else:
-            memory = cupy.asarray(initial)
+            memory = cupy.asarray(initial.view(F32.bits))
             out = TensorView(memory.data.ptr, (m, n), (n, 1), F32, DEVICE, array=memory)
         launched = run(
             contract, placed[0].view, placed[1].view, out, bias=None if bias is None else vector(bias),

@@ -17,7 +17,7 @@ __all__ = ["builds", "compile_ahead"]
 
 def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[KernelBuild]:
     """Every kernel that a launch of these contracts on a device of that capability may need."""
-    result = {}
+    result: dict[KernelBuild, None] = {}
     for contract in contracts:
         for operand in contract.operands:
             for tile in tiles_for(contract, operand):

@@ -29,6 +29,7 @@ __all__ = [
     "fits",
     "launch_for",
     "load_paths",
+    "shared_limit",
     "source_of",
     "tiles_for",
 ]
@@ -166,10 +167,14 @@ def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load
     return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)
 
 
+def shared_limit(capability: tuple[int, int]) -> int:
+    """The dynamic shared memory that one CTA may have, in bytes."""
+    return _SHARED_LIMIT[max(key for key in _SHARED_LIMIT if key <= capability)]
+
+
 def fits(tile: Tile, capability: tuple[int, int]) -> bool:
     """Whether a device of that capability has the shared memory that the tile needs."""
-    known = max(key for key in _SHARED_LIMIT if key <= capability)
-    return _shared_bytes(tile) <= _SHARED_LIMIT[known]
+    return _shared_bytes(tile) <= shared_limit(capability)
 
 
 def _load_path(matrix: Matrix, mn_stride: int, k_stride: int) -> Load:

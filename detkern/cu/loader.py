@@ -149,8 +149,10 @@ def compile_kernel(build: KernelBuild, architecture: str, options: tuple[str, ..
             log = nvrtc.getProgramLog(program).rstrip("\0\n")
             raise BuildError(f"NVRTC refused {build} for {architecture} ({error}):\n{log}") from error
         log = nvrtc.getProgramLog(program).rstrip("\0\n")
-        image = nvrtc.getPTX(program) if architecture.startswith("compute_") else nvrtc.getCUBIN(program)
-        return bytes(image), log
+        if architecture.startswith("compute_"):
+            return bytes(nvrtc.getPTX(program)), log
+        # CuPy takes the last byte of a cubin for a terminator and strips it; it is the last of the ELF file, a zero.
+        return bytes(nvrtc.getCUBIN(program)) + b"\0", log
     finally:
         nvrtc.destroyProgram(program)
 

@@ -1,0 +1,185 @@
+"""Every CUDA source compiles for every architecture that it claims, with no GPU: registers, spills, stack frame and shared
+memory from the compiler's log are held to bounds, and the machine code to the instructions that a contract needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.cu import geometry, loader
+from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
+from detkern.dtypes import BF16, F16, F32, DType
+from detkern.errors import BuildError
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+def _nvrtc() -> str | None:
+    try:
+        loader.supported_architectures()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def _disassembler() -> Path | None:
+    """nvdisasm of the package nvidia-cuda-nvdisasm."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.name == "nvdisasm"), None)
+
+
+pytestmark = [
+    pytest.mark.skipif(_nvrtc() is not None, reason=f"NVRTC is not installed: {_nvrtc()}"),
+    pytest.mark.skipif(_disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+# The architectures that are claimed, with a compute capability that stands for each.
+ARCHITECTURES = {
+    "sm_80": (8, 0),
+    "sm_86": (8, 6),
+    "sm_89": (8, 9),
+    "sm_90a": (9, 0),
+    "sm_100a": (10, 0),
+    "sm_120": (12, 0),
+}
+# The most registers a thread may have, by tile. Each must leave room for the CTAs that the table promises an SM.
+REGISTERS = {
+    ("fma", "128x256x8"): 255,
+    ("fma", "128x128x8"): 168,
+    ("fma", "64x64x16"): 128,
+    ("tree", "128x256x8"): 255,
+    ("tree", "128x128x8"): 168,
+    ("tree", "64x64x16"): 168,
+    ("mma", "128x256x32"): 255,
+    ("mma", "128x128x32"): 255,
+    ("mma", "64x64x64"): 168,
+    ("tree_mma", "128x256x32"): 255,
+    ("tree_mma", "128x128x64"): 200,
+    ("tree_mma", "64x64x64"): 168,
+}
+# What the inner loop must be made of, and what it must not.
+NEEDED = {FMA: "FFMA", TREE: "FFMA", MMA16: "HMMA.16816", TREE_MMA16: "HMMA.16816", MMA8: "HMMA.1688"}
+FORBIDDEN = {
+    FMA: ("FMUL", "HMMA"),
+    TREE: ("FMUL", "HMMA"),
+    MMA16: ("FFMA",),
+    TREE_MMA16: ("FFMA",),
+    MMA8: ("FFMA", "HMMA.16816"),
+}
+ARITHMETIC = ("FADD", "FMUL", "FFMA", "FSET", "HADD", "HMUL", "HFMA", "HMMA", "F2F")
+REGISTER_FILE = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: str
+    contract: Contract
+    operand: DType
+    tile: Tile
+    loads: tuple[Load, Load]
+
+    def __str__(self) -> str:
+        loads = "-".join(load.label for load in self.loads)
+        return f"{self.architecture}-{self.contract}-{self.operand.short}-{self.tile}-{loads}"
+
+
+def _cases() -> Iterator[Case]:
+    """All tiles and types on sm_90a, with the load paths going round, and the gathering path of each tile that has it; on
+    the others each contract's smallest tile, and its largest that fits."""
+    turns = [(Load.K_MAJOR, Load.K_MAJOR), (Load.MN_MAJOR, Load.MN_MAJOR), (Load.K_MAJOR, Load.MN_MAJOR)]
+    number = 0
+    for contract in (FMA, TREE, MMA16, TREE_MMA16):
+        for operand in contract.operands:
+            for tile in tiles_for(contract, operand):
+                number += 1
+                yield Case("sm_90a", contract, operand, tile, turns[number % len(turns)])
+                if tile.strided and operand != F16:
+                    yield Case("sm_90a", contract, operand, tile, (Load.STRIDED, Load.STRIDED))
+    for architecture, capability in ARCHITECTURES.items():
+        if architecture == "sm_90a":
+            continue
+        hopper = capability >= (9, 0)
+        for contract in (FMA, TREE, *((MMA16, TREE_MMA16) if hopper else (MMA8,))):
+            operand = F32 if contract == FMA else (BF16, F16)[number % 2]
+            fitting = [tile for tile in tiles_for(contract, operand) if fits(tile, capability)]
+            assert fitting, f"{contract} has no tile for {architecture}"
+            number += 1
+            yield Case(architecture, contract, operand, fitting[-1], turns[number % len(turns)])
+            # The largest tile where it takes least: the newest of each generation and the tensor-core kernels.
+            if contract in (MMA8, MMA16, TREE_MMA16) and architecture in ("sm_80", "sm_100a", "sm_120"):
+                yield Case(architecture, contract, operand, fitting[0], turns[number % len(turns)])
+
+
+CASES = list(_cases())
+
+
+def _compile(case: Case) -> tuple[str, str]:
+    """(log, machine code) of a case; runs in a process of its own."""
+    build = build_for(case.contract, case.operand, case.tile, *case.loads)
+    image, log = loader.compile_kernel(build, case.architecture, ("--ptxas-options=-v",))
+    return log, _disassemble(image)
+
+
+def _disassemble(image: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        done = subprocess.run(
+            [str(_disassembler()), file.name], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[Case, Future[tuple[str, str]]]]:
+    """The futures of all cases, worked on by two processes while the tests take them in order."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {case: pool.submit(_compile, case) for case in CASES}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[str, str]]]) -> None:
+    log, code = compiled[case].result()
+    assert "warning" not in log
+    assert not re.search(r"\bC75\d\d\b", log)
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
+        ("0", "0", "0")
+    ]
+    build = build_for(case.contract, case.operand, case.tile, *case.loads)
+    assert registers <= REGISTERS[case.tile.table, str(case.tile)]
+    assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
+    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", code, re.MULTILINE)
+    assert len(instructions) > 200
+    assert any(name.startswith(NEEDED[case.contract]) for name in instructions), NEEDED[case.contract]
+    for name in instructions:
+        assert not name.startswith(FORBIDDEN[case.contract]), name
+        assert not name.startswith(("RED.", "ATOM", "LDL", "STL")), name  # atomics; local memory
+        # Subnormals are kept. (Divisions of 64-bit integers go through floats that flush, to no harm.)
+        assert ".FTZ" not in name or not name.startswith(ARITHMETIC), name
+
+
+def test_bounds_and_tables_name_the_same_tiles() -> None:
+    tiles = {
+        (tile.table, str(tile))
+        for contract in (FMA, TREE, MMA16, MMA8, TREE_MMA16)
+        for operand in contract.operands
+        for tile in tiles_for(contract, operand)
+    }
+    assert tiles == set(REGISTERS)
