@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from ..dtypes import BF16, F16, F32, DType
-from ..operands import KINDS, VERSION, digest, generate
+from ..errors import ArgumentError
+from ..operands import VERSION, digest, generate
 from ..registry import backend_names
 from ..tensors import Device
 from .options import CONTRACT, NAMES
@@ -20,6 +21,9 @@ __all__ = ["fingerprint", "fingerprint_of"]
 
 # What is digested. A change to any of it is another version, so that no two texts differ without saying why.
 FINGERPRINT_VERSION = 1
+KINDS = (
+    "normal", "integers", "wide", "cancel", "sparse", "subnormal", "large", "signed-zero", "tiny", "special", "bits",
+)  # fmt: skip
 SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 257), (4, 7, 1000))
 
 
@@ -59,6 +63,8 @@ def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...])
     Exit codes: 0 printed, 2 nothing to print.
     """
     subjects = find((backend,) if backend else (), (device,), contracts)
+    if not all(subject.follows for subject in subjects):
+        raise ArgumentError(f"--backend {backend} follows no contract, so it has no fingerprint")
     click.echo(
         f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results"
     )
