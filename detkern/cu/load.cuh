@@ -21,45 +21,37 @@ class TileCopy {
   static_assert(THREAD_COUNT % ALONG == 0, "a pass must cover whole lines");
   static_assert((LOAD == MN_MAJOR ? EXTENT_MN : EXTENT_K) % CHUNK == 0, "a line must be whole chunks");
 
-  // The tiles whose first line or element in M (N) is `mn0`, from k = 0 on. `origin` is the operand's element [0, 0] in
-  // this batch; the strides are in elements.
-  DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size)
-      : line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), tile_stride_(EXTENT_K * k_stride) {
-    const int line = static_cast<int>(threadIdx.x) / ALONG, chunk = static_cast<int>(threadIdx.x) % ALONG;
-    const int64_t mn_left = mn_size - mn0;
-    if constexpr (LOAD == MN_MAJOR) {
-      pointer_ = origin + (mn0 + chunk * CHUNK) + line * k_stride;
-      limit_ = clamp(mn_left - chunk * CHUNK, CHUNK) * 2;
-    } else {
-      pointer_ = origin + (mn0 + line) * mn_stride + chunk * CHUNK;
-      limit_ = clamp(mn_left, LINES);
-    }
-  }
+  // The tiles whose first line or element in M (N) is `mn0`. `origin` is the operand's element [0, 0] in this batch; the
+  // strides are in elements.
+  DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
+                          int64_t k_size)
+      : origin_(origin + mn0 * mn_stride), line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), k_size_(k_size),
+        mn_left_(clamp(mn_size - mn0, EXTENT_MN)) {}
 
-  // Starts this thread's copies of the current tile, of which `k_left` (and all that follow it) k are inside the operand,
-  // and steps to the next one. `place(line, chunk)` is the byte offset of a chunk from `stage`, a multiple of 16.
+  // Starts this thread's copies of the tile from `k0` on. `place(line, chunk)` is the byte offset of a chunk from `stage`,
+  // a multiple of 16.
   template <typename Place>
-  DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k_left) {
-    const int thread = thread_index();  // cheaper than keeping line and chunk in registers throughout the main loop
-    const int chunk = thread % ALONG;
-    const int k_in_tile = clamp(k_left, EXTENT_K);
-    const int bytes_of_line = LOAD == MN_MAJOR ? limit_ : 2 * clamp(k_in_tile - chunk * CHUNK, CHUNK);
+  DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k0) const {
+    const int thread = thread_index();  // computing from it here is cheaper than registers kept through the main loop
+    const int first = thread / ALONG, chunk = thread % ALONG;
+    const int k_left = clamp(k_size_ - k0, EXTENT_K);
+    const int bytes = 2 * clamp((LOAD == MN_MAJOR ? mn_left_ : k_left) - chunk * CHUNK, CHUNK);
+    const int lines = LOAD == MN_MAJOR ? k_left : mn_left_;
+    const uint16_t* source =
+        origin_ + (LOAD == MN_MAJOR ? (k0 + first) * line_stride_ : k0 + first * line_stride_) + chunk * CHUNK;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const int line = thread / ALONG + pass * LINES_PER_PASS;
+      const int line = first + pass * LINES_PER_PASS;
       if (LINES % LINES_PER_PASS != 0 && line >= LINES) break;
-      const bool inside = line < (LOAD == MN_MAJOR ? k_in_tile : limit_);
-      copy_async_16(stage + place(line, chunk), pointer_ + pass * LINES_PER_PASS * line_stride_,
-                    inside ? bytes_of_line : 0);
+      copy_async_16(stage + place(line, chunk), source + pass * LINES_PER_PASS * line_stride_, line < lines ? bytes : 0);
     }
-    pointer_ += tile_stride_;
   }
 
  private:
-  const uint16_t* pointer_;  // this thread's first chunk of the current tile
+  const uint16_t* origin_;
   int64_t line_stride_;
-  int64_t tile_stride_;
-  int limit_;  // MN_MAJOR: bytes of this thread's chunks inside the operand; else: lines of the tile inside it
+  int64_t k_size_;
+  int mn_left_;  // of the tile's EXTENT_MN, those inside the operand
 };
 
 // Threads take pairs of neighbouring k, along the dimension with the smaller stride first.
@@ -70,25 +62,25 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
   static constexpr int AT_ONCE = PAIRS < 8 ? PAIRS : 8;
   static_assert(PAIRS * 2 * THREAD_COUNT == EXTENT_MN * EXTENT_K && PAIRS % AT_ONCE == 0, "equal parts for all threads");
 
-  DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size)
-      : pointer_(origin + mn0 * mn_stride), mn_stride_(mn_stride), k_stride_(k_stride) {
-    limit_ = clamp(mn_size - mn0, EXTENT_MN);
-    along_k_ = llabs(k_stride) <= llabs(mn_stride);
-  }
+  DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
+                          int64_t k_size)
+      : origin_(origin + mn0 * mn_stride), mn_stride_(mn_stride), k_stride_(k_stride), k_size_(k_size),
+        mn_left_(clamp(mn_size - mn0, EXTENT_MN)), along_k_(llabs(k_stride) <= llabs(mn_stride)) {}
 
   template <typename Place>
-  DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k_left) {
-    const int k_in_tile = clamp(k_left, EXTENT_K);
+  DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k0) const {
+    const int k_left = clamp(k_size_ - k0, EXTENT_K);
+    const uint16_t* tile = origin_ + k0 * k_stride_;
 #pragma unroll 1
-    for (int first = static_cast<int>(threadIdx.x); first < EXTENT_MN * EXTENT_K / 2; first += AT_ONCE * THREAD_COUNT) {
+    for (int first = thread_index(); first < EXTENT_MN * EXTENT_K / 2; first += AT_ONCE * THREAD_COUNT) {
       uint32_t low[AT_ONCE], high[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         int mn, k;
         position(first + i * THREAD_COUNT, mn, k);
-        const uint16_t* source = pointer_ + mn * mn_stride_ + k * k_stride_;
-        low[i] = mn < limit_ && k < k_in_tile ? *source : 0;
-        high[i] = mn < limit_ && k + 1 < k_in_tile ? source[k_stride_] : 0;
+        const uint16_t* source = tile + mn * mn_stride_ + k * k_stride_;
+        low[i] = mn < mn_left_ && k < k_left ? *source : 0;
+        high[i] = mn < mn_left_ && k + 1 < k_left ? source[k_stride_] : 0;
       }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
@@ -97,7 +89,6 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
         store_shared(stage + place(mn, k / 8) + 2 * (k % 8), low[i] | high[i] << 16);
       }
     }
-    pointer_ += EXTENT_K * k_stride_;
   }
 
  private:
@@ -106,9 +97,10 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
     k = 2 * (along_k_ ? pair % (EXTENT_K / 2) : pair / EXTENT_MN);
   }
 
-  const uint16_t* pointer_;  // the current tile's first element
+  const uint16_t* origin_;
   int64_t mn_stride_;
   int64_t k_stride_;
-  int limit_;  // of the tile's EXTENT_MN, those inside the operand
+  int64_t k_size_;
+  int mn_left_;
   bool along_k_;
 };

@@ -8,7 +8,8 @@
 // batch * ceil(m / TILE_M) * ceil(n / TILE_N).
 // Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K,
 //                                 WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8)). Scratch: none.
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K, SMEM_BYTES.
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K, CTAS_PER_SM,
+// SMEM_BYTES.
 #include "mma_epilogue.cuh"
 #include "mma_tile.cuh"
 
@@ -43,22 +44,22 @@ DETKERN_INLINE void mma_step(float (&acc)[4], const uint32_t (&a)[4], uint32_t b
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t first_stage = shared_address(shared);
   const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
-  const FragmentAddress<LayoutA> address_a(true, warp_m, lane);
-  const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
+  const FragmentA<LayoutA> fragment_a(warp_m, lane);
+  const FragmentB<LayoutB> fragment_b(warp_n, lane);
   const int64_t k_tiles = (p.k + TILE_K - 1) / TILE_K;
 
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
-                 output.row, p.m);
-    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
-                 output.column, p.n);
+    const CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+                 output.row, p.m, p.k);
+    const CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+                 output.column, p.n, p.k);
     float acc[BLOCKS_M][2 * BLOCKS_N][4];
 #pragma unroll
     for (int i = 0; i < BLOCKS_M; ++i) {
@@ -73,22 +74,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
       __syncthreads();  // the slabs lie where the stages will
     }
 
-    int64_t k_left = p.k;  // from the next tile to be copied on
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
-      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, k_left);
-      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, k_left);
+      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
+      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
       copy_async_commit();
-      k_left -= TILE_K;
     }
     copy_async_wait<STAGES - 2>();
     __syncthreads();
     uint32_t a[2][BLOCKS_M][4], b[2][BLOCKS_N][4];
     uint32_t read = first_stage, write = last_stage;
 #pragma unroll
-    for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[0][i], read, 0, i);
+    for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[0][i], read, i, 0);
 #pragma unroll
-    for (int j = 0; j < BLOCKS_N; ++j) address_b.load(b[0][j], read + LayoutA::BYTES, 0, j);
+    for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[0][j], read + LayoutA::BYTES, j, 0);
 
 #pragma unroll 1
     for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -101,15 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
           read = read == last_stage ? first_stage : read + STAGE_BYTES;
         }
 #pragma unroll
-        for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[next][i], read, next_step, i);
+        for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[next][i], read, i, next_step);
 #pragma unroll
-        for (int j = 0; j < BLOCKS_N; ++j) address_b.load(b[next][j], read + LayoutA::BYTES, next_step, j);
+        for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[next][j], read + LayoutA::BYTES, j, next_step);
         if (step == 0) {
-          copy_a.copy(write, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
-          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k_left);
+          const int64_t k0 = (k_tile + STAGES - 1) * TILE_K;
+          copy_a.copy(write, LayoutA{}, k0);  // past the end of K zeros, with nothing read
+          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k0);
           copy_async_commit();
-          k_left -= TILE_K;
-          write = write == last_stage ? first_stage : write + STAGE_BYTES;
+              write = write == last_stage ? first_stage : write + STAGE_BYTES;
         }
 #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) {

@@ -22,33 +22,39 @@ struct TileLayout {
   }
 };
 
-// Where one warp's fragments lie in a tile: (tile, k16, block) is the lane's ldmatrix address for the 16 k from 16 * k16 on
-// and the 16 m or n from 16 * block on, counted from the warp's first. The warp's extent along m or n is a power of two
-// and a tile starts at a multiple of its rows' size, so that block and k16 fill bits of the chunk index that are zero:
-// XOR sets them, and the swizzle commutes with it.
-template <class Layout>
+// Where one warp's fragments lie in a tile. A fragment is ldmatrix's four 8 x 8 matrices, SPAN_MN along m or n by SPAN_K along
+// k, in ascending order, m or n first where MN_FIRST. The warp's extent along m or n is a power of two and a tile starts at
+// a multiple of its rows' size, so that a fragment's indices fill bits of the chunk index that are zero: XOR sets them,
+// and the swizzle commutes with it.
+template <class Layout, int SPAN_MN, int SPAN_K, bool MN_FIRST>
 class FragmentAddress {
  public:
-  // IS_A: ldmatrix's four matrices are (m, k) = (0, 0), (8, 0), (0, 8), (8, 8). Else (n, k) = (0, 0), (0, 8), (8, 0), (8, 8).
-  DETKERN_INLINE FragmentAddress(bool is_a, int warp_mn, int lane) {
+  DETKERN_INLINE FragmentAddress(int warp_mn, int lane) {
+    static_assert(SPAN_MN * SPAN_K == 256, "a fragment is four matrices");
     const int matrix = lane / 8, row = lane % 8;
-    const int mn8 = is_a ? matrix % 2 : matrix / 2, k8 = is_a ? matrix / 2 : matrix % 2;
+    const int mn8 = MN_FIRST ? matrix % (SPAN_MN / 8) : matrix / (SPAN_K / 8);
+    const int k8 = MN_FIRST ? matrix / (SPAN_MN / 8) : matrix % (SPAN_K / 8);
     lane_ = Layout::MN_ROWS ? Layout{}(k8 * 8 + row, warp_mn / 8 + mn8) : Layout{}(warp_mn + mn8 * 8 + row, k8);
   }
 
-  DETKERN_INLINE uint32_t operator()(uint32_t tile, int k16, int block) const {
-    return Layout::MN_ROWS ? tile + (lane_ ^ (block << 5)) + k16 * 16 * Layout::ROW_BYTES
-                           : tile + (lane_ ^ (k16 << 5)) + block * 16 * Layout::ROW_BYTES;
-  }
-
-  DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int k16, int block) const {
+  // The fragment that starts at m or n = SPAN_MN * mn, counted from the warp's first, and k = SPAN_K * k.
+  DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int mn, int k) const {
     if constexpr (Layout::MN_ROWS) {
-      load_matrix_x4_transposed(fragment, (*this)(tile, k16, block));
+      load_matrix_x4_transposed(fragment, tile + (lane_ ^ (mn * SPAN_MN * 2)) + k * SPAN_K * Layout::ROW_BYTES);
     } else {
-      load_matrix_x4(fragment, (*this)(tile, k16, block));
+      load_matrix_x4(fragment, tile + (lane_ ^ (k * SPAN_K * 2)) + mn * SPAN_MN * Layout::ROW_BYTES);
     }
   }
 
  private:
   uint32_t lane_;
 };
+
+// The operands of mma.sync: A's matrices are (m, k) = (0, 0), (8, 0), (0, 8), (8, 8); B's (n, k) = (0, 0), (0, 8), (8, 0), (8, 8)
+// for 16 columns of one step, (0, 0), (0, 8), (0, 16), (0, 24) for 8 columns of two.
+template <class Layout>
+using FragmentA = FragmentAddress<Layout, 16, 16, true>;
+template <class Layout>
+using FragmentB = FragmentAddress<Layout, 16, 16, false>;
+template <class Layout>
+using DeepFragmentB = FragmentAddress<Layout, 8, 32, false>;

@@ -5,12 +5,13 @@
 // leaves (merge.cuh says why). Such a node is merged in registers: `right` gathers its right half, `left` holds its left.
 // The 2^D nodes are the leaves of a perfect tree, whose waiting left children MergeLevels keeps in shared memory and scratch.
 // -0 + x is x for every x, so that starting a sum from -0 adds nothing.
-// Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 16 columns of a warp at a time.
+// Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 8 columns of a warp at a time.
 // Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
 // Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K, WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8))
 //                             + SHARED_LEVELS * 2 * TILE_M * TILE_N.
 // Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k / 32).
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, SHARED_LEVELS, SMEM_BYTES.
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, SHARED_LEVELS,
+// CTAS_PER_SM, SMEM_BYTES.
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
 #include "mma_tile.cuh"
@@ -19,7 +20,7 @@ constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int WARP_M = TILE_M / WARPS_M;
 constexpr int WARP_N = TILE_N / WARPS_N;
 constexpr int BLOCKS_M = WARP_M / 16;
-constexpr int BLOCKS_N = WARP_N / 16;
+constexpr int BLOCKS_N = WARP_N / 8;
 constexpr int LEAF_K = 32;
 constexpr int STAGE_LEAVES = TILE_K / LEAF_K;
 constexpr int NODE_LEAVES = 4;
@@ -94,26 +95,26 @@ DETKERN_INLINE void clear_words(uint32_t (&words)[WORDS]) {
   for (int i = 0; i < WORDS; ++i) words[i] = MINUS_ZEROS;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t first_stage = shared_address(shared);
   const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
-  const FragmentAddress<LayoutA> address_a(true, warp_m, lane);
-  const FragmentAddress<LayoutB> address_b(false, warp_n, lane);
+  const FragmentA<LayoutA> fragment_a(warp_m, lane);
+  const DeepFragmentB<LayoutB> fragment_b(warp_n, lane);
   const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF_K - 1) / LEAF_K);  // no memory holds 2^37 k
 
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
-                 output.row, p.m);
-    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
-                 output.column, p.n);
+    const CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+                 output.row, p.m, p.k);
+    const CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+                 output.column, p.n, p.k);
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, p.k - stage * TILE_K);
-      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, p.k - stage * TILE_K);
+      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
+      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
       copy_async_commit();
     }
 
@@ -125,56 +126,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
 
     copy_async_wait<STAGES - 1>();
     __syncthreads();
-    uint32_t a[2][BLOCKS_M][4], b[2][2][4];  // [step of the leaf]; for b first the parity of the block of 16 columns
+    uint32_t a[2][BLOCKS_M][4], b[2][4];  // [step of the leaf], [parity of the block of columns]
     uint32_t stage = first_stage;
     int leaf_in_stage = 0;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS_M; ++i) address_a.load(a[step][i], stage, step, i);
-      address_b.load(b[0][step], stage + LayoutA::BYTES, step, 0);
+      for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[step][i], stage, i, step);
     }
+    fragment_b.load(b[0], stage + LayoutA::BYTES, 0, 0);
 
 #pragma unroll 1
     for (uint32_t leaf = 0; leaf < leaves; ++leaf) {
 #pragma unroll
       for (int j = 0; j < BLOCKS_N; ++j) {
-        const int now = j % 2, next = (j + 1) % BLOCKS_N % 2;
         const bool last = j == BLOCKS_N - 1;
         if (last) leaf_in_stage = (leaf + 1) % STAGE_LEAVES;
         if (last && leaf_in_stage == 0) {
           copy_async_wait<STAGES - 2>();  // the next stage is complete
           __syncthreads();                // and every thread has read all it needs of this one
-          const int64_t k_left = p.k - (leaf / STAGE_LEAVES + STAGES) * int64_t(TILE_K);
-          copy_a.copy(stage, LayoutA{}, k_left);  // past the end of K zeros, with nothing read
-          copy_b.copy(stage + LayoutA::BYTES, LayoutB{}, k_left);
+          const int64_t k0 = static_cast<int64_t>(leaf / STAGE_LEAVES + STAGES) * TILE_K;
+          copy_a.copy(stage, LayoutA{}, k0);  // past the end of K zeros, with nothing read
+          copy_b.copy(stage + LayoutA::BYTES, LayoutB{}, k0);
           copy_async_commit();
           stage = stage == last_stage ? first_stage : stage + STAGE_BYTES;
         }
+        fragment_b.load(b[(j + 1) % 2], stage + LayoutA::BYTES, (j + 1) % BLOCKS_N, leaf_in_stage);
+        float acc[BLOCKS_M][4] = {};
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          address_b.load(b[next][step], stage + LayoutA::BYTES, leaf_in_stage * 2 + step, (j + 1) % BLOCKS_N);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float acc[BLOCKS_M][4] = {};
-#pragma unroll
-          for (int step = 0; step < 2; ++step) {
-#pragma unroll
-            for (int i = 0; i < BLOCKS_M; ++i) {
-              mma_m16n8k16<OPERAND>(acc[i], a[step][i], b[now][step][2 * h], b[now][step][2 * h + 1]);
-              if (last && h == 1) address_a.load(a[step][i], stage, leaf_in_stage * 2 + step, i);
-            }
-          }
 #pragma unroll
           for (int i = 0; i < BLOCKS_M; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              uint32_t& sum = right[((i * BLOCKS_N + j) * 2 + h) * 2 + half];
-              sum = add_pair<OPERAND>(sum, round_pair<OPERAND>(acc[i][2 * half], acc[i][2 * half + 1]));
-            }
+            mma_m16n8k16<OPERAND>(acc[i], a[step][i], b[j % 2][2 * step], b[j % 2][2 * step + 1]);
+            if (last) fragment_a.load(a[step][i], stage, i, leaf_in_stage * 2 + step);
           }
         }
+#pragma unroll
+        for (int i = 0; i < BLOCKS_M; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t& sum = right[(i * BLOCKS_N + j) * 2 + half];
+            sum = add_pair<OPERAND>(sum, round_pair<OPERAND>(acc[i][2 * half], acc[i][2 * half + 1]));
+          }
+        }
+        __syncwarp();  // or the compiler puts off the sums, which keeps their rounded terms in registers
       }
       if (walk.ends_left_half() || walk.ends_node()) {
         add_words(left, right);
@@ -194,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __
     copy_async_wait<0>();
     __syncthreads();
     WarpOutput(p, shared, output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile))).store<true>([&](int block, int j, int half) {
-      const uint32_t word = left[(block * 2 * BLOCKS_N + j) * 2 + half];
+      const uint32_t word = left[(block * BLOCKS_N + j) * 2 + half];
       return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
     });
     __syncthreads();
