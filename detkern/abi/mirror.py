@@ -120,5 +120,5 @@ _S = TypeVar("_S", bound=Structure)
 def described(structure: type[_S]) -> _S:
     """An empty `structure` with its own size in its first field, as every descriptor crosses the ABI."""
     made = structure()
-    made.size = sizeof(structure)  # type: ignore[attr-defined]
+    made.size = sizeof(structure)
     return made

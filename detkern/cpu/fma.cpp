@@ -9,7 +9,7 @@ namespace {
 
 struct FmaKernel {
   static constexpr int ROWS = FMA_TILE_ROWS, BLOCK_K = 256;
-  static constexpr Limits LIMITS = {ROWS, 252, 512, 1 << 19};
+  static constexpr Limits LIMITS = {ROWS, 516, 512, 1 << 19};
 
   struct Block : Panels<BLOCK_K, false> {
     void pack(const Job& job, const Tile& tile, int64_t k0, int count) { Panels::pack(job, tile, k0, count, 1); }

@@ -101,15 +101,28 @@ void pack_rows_of(const Side& side, const char* source, int rows, int count, flo
   }
 }
 
+// Columns that are adjacent: a few panels at once, so that each visit to a row of k reads a run of adjacent lines.
 template <int DTYPE>
-void pack_panel_of(const Side& side, const char* source, int columns, int count, float* target) {
-  if (columns < COLUMNS) std::memset(target, 0, size_t(count) * COLUMNS * 4);
-  if (side.outer_stride == itemsize(DTYPE)) {
-    if (columns == COLUMNS)  // a constant count, which the compiler turns into straight code
-      for (int k = 0; k < count; ++k) upcast<DTYPE>(source + k * side.k_stride, target + k * COLUMNS, COLUMNS);
-    else
-      for (int k = 0; k < count; ++k) upcast<DTYPE>(source + k * side.k_stride, target + k * COLUMNS, columns);
-  } else if (side.k_stride == itemsize(DTYPE)) {
+void pack_adjacent(const Side& side, const char* source, int columns, int count, float* target, size_t panel_size) {
+  constexpr int SOME = 4;
+  int c = 0;
+  for (; c + SOME * COLUMNS <= columns; c += SOME * COLUMNS, target += SOME * panel_size)
+    for (int k = 0; k < count; ++k) {
+      const char* line = source + c * itemsize(DTYPE) + k * side.k_stride;
+      for (int p = 0; p < SOME; ++p)
+        upcast<DTYPE>(line + p * COLUMNS * itemsize(DTYPE), target + p * panel_size + k * COLUMNS, COLUMNS);
+    }
+  for (; c < columns; c += COLUMNS, target += panel_size) {
+    const int some = std::min(COLUMNS, columns - c);
+    for (int k = 0; k < count; ++k)
+      upcast<DTYPE>(source + c * itemsize(DTYPE) + k * side.k_stride, target + k * COLUMNS, some);
+  }
+}
+
+// One panel whose columns lie apart.
+template <int DTYPE>
+void pack_panel(const Side& side, const char* source, int columns, int count, float* target) {
+  if (side.k_stride == itemsize(DTYPE)) {
     alignas(64) float lines[COLUMNS * BLOCK];
     for (int k0 = 0; k0 < count; k0 += BLOCK) {
       const int some_k = std::min(BLOCK, count - k0);
@@ -141,13 +154,17 @@ void pack_rows(const Side& side, const char* source, int rows, int count, int pa
 
 void pack_panels(const Side& side, const char* source, int columns, int count, int padded, float* target,
                  size_t panel_size) {
+  const int whole = columns / COLUMNS;
+  if (columns % COLUMNS) std::memset(target + whole * panel_size, 0, size_t(count) * COLUMNS * 4);
   with_dtype(side.dtype, [&](auto tag) {
-    for (int c = 0; c < columns; c += COLUMNS, target += panel_size) {
-      pack_panel_of<decltype(tag)::value>(side, source + c * side.outer_stride, std::min(COLUMNS, columns - c), count,
-                                          target);
-      std::memset(target + count * COLUMNS, 0, size_t(padded - count) * COLUMNS * 4);
-    }
+    constexpr int DTYPE = decltype(tag)::value;
+    if (side.outer_stride == itemsize(DTYPE)) return pack_adjacent<DTYPE>(side, source, columns, count, target, panel_size);
+    for (int c = 0; c < columns; c += COLUMNS)
+      pack_panel<DTYPE>(side, source + c * side.outer_stride, std::min(COLUMNS, columns - c), count,
+                        target + c / COLUMNS * panel_size);
   });
+  for (int c = 0; c < columns; c += COLUMNS, target += panel_size)
+    std::memset(target + count * COLUMNS, 0, size_t(padded - count) * COLUMNS * 4);
 }
 
 void row_exponents(const float* values, int dtype, int32_t* target, int rows, int count, int pitch) {

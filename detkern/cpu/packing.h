@@ -35,8 +35,9 @@ void panel_exponents(const float* values, int dtype, int16_t* target, int column
 // The packed block that a worker multiplies now. EXPONENTS: with the tensor-core step's exponents beside the values.
 template <int BLOCK_K, bool EXPONENTS>
 struct Panels {
-  // Not a multiple of 4096 bytes, so that the rows of one micro tile do not share a cache set.
+  // Not multiples of 4096 bytes: rows of one micro tile, and panels written together, do not share a cache set.
   static constexpr int PITCH = BLOCK_K + 16;
+  static constexpr size_t PANEL = size_t(BLOCK_K) * COLUMNS + 32;
 
   float* a = nullptr;
   int32_t* a_exponents = nullptr;
@@ -44,7 +45,7 @@ struct Panels {
   int16_t* b_exponents = nullptr;
 
   static size_t bytes(int rows, int columns) {
-    return size_t(rows) * PITCH * (EXPONENTS ? 8 : 4) + size_t(columns) * BLOCK_K * (EXPONENTS ? 6 : 4);
+    return size_t(rows) * PITCH * (EXPONENTS ? 8 : 4) + size_t(columns / COLUMNS) * PANEL * (EXPONENTS ? 6 : 4);
   }
 
   // `memory` is aligned to 64 bytes and holds bytes(rows, columns); columns is a multiple of COLUMNS.
@@ -54,20 +55,19 @@ struct Panels {
       memory += size;
       return part;
     };
-    b = reinterpret_cast<float*>(take(size_t(columns) * BLOCK_K * 4));
+    b = reinterpret_cast<float*>(take(size_t(columns / COLUMNS) * PANEL * 4));
     a = reinterpret_cast<float*>(take(size_t(rows) * PITCH * 4));
     if (EXPONENTS) {
       a_exponents = reinterpret_cast<int32_t*>(take(size_t(rows) * PITCH * 4));
-      b_exponents = reinterpret_cast<int16_t*>(take(size_t(columns) * BLOCK_K * 2));
+      b_exponents = reinterpret_cast<int16_t*>(take(size_t(columns / COLUMNS) * PANEL * 2));
     }
   }
 
-  const float* panel(int index) const { return b + size_t(index) * BLOCK_K * COLUMNS; }
-  const int16_t* exponent_panel(int index) const { return b_exponents + size_t(index) * BLOCK_K * COLUMNS; }
+  const float* panel(int index) const { return b + size_t(index) * PANEL; }
+  const int16_t* exponent_panel(int index) const { return b_exponents + size_t(index) * PANEL; }
 
   // Packs k0 .. k0 + count of the tile's operands; k is padded with zeros to a multiple of `group`.
   void pack(const Job& job, const Tile& tile, int64_t k0, int count, int group) {
-    constexpr size_t PANEL = size_t(BLOCK_K) * COLUMNS;
     const int padded = (count + group - 1) / group * group;
     pack_rows(job.a, tile.a + k0 * job.a.k_stride, tile.rows, count, padded, a, PITCH);
     pack_panels(job.b, tile.b + k0 * job.b.k_stride, tile.columns, count, padded, b, PANEL);
