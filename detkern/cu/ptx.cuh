@@ -48,6 +48,33 @@ DETKERN_INLINE uint4 load_shared_v4(uint32_t address) {
   return value;
 }
 
+// ---- global memory ------------------------------------------------------------------------------------------------
+
+// A 16-byte or 8-byte aligned load under a predicate; `words` keeps what it held where not `wanted`.
+DETKERN_INLINE void load_global_if(bool wanted, const void* source, uint32_t (&words)[4]) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+               : "l"(source), "r"(static_cast<int>(wanted)));
+}
+
+DETKERN_INLINE void load_global_if(bool wanted, const void* source, uint32_t (&words)[2]) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2];}"
+               : "+r"(words[0]), "+r"(words[1])
+               : "l"(source), "r"(static_cast<int>(wanted)));
+}
+
+DETKERN_INLINE void load_global_if(bool wanted, const uint32_t* source, uint32_t& word) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
+               : "+r"(word)
+               : "l"(source), "r"(static_cast<int>(wanted)));
+}
+
+DETKERN_INLINE void load_global_if(bool wanted, const uint16_t* source, uint32_t& word) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.u16 %0, [%1];}"
+               : "+r"(word)
+               : "l"(source), "r"(static_cast<int>(wanted)));
+}
+
 // ---- asynchronous copies (9.7.9.25.3) -----------------------------------------------------------------------------
 
 // Copies `bytes` (0 to 16) of a 16-byte aligned chunk and fills the rest of the 16 with zeros; nothing is read for 0.
