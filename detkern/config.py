@@ -95,6 +95,7 @@ class _Config(ModuleType):
         if name == "contract":
             global _bound
             _bound = _parse_contract(value)
+            value = dict(value) if isinstance(value, Mapping) else value  # later changes of the caller's have no effect
         elif name == "num_threads":
             value = _parse_threads(value)
         elif name == "cache_dir":

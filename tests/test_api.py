@@ -343,6 +343,24 @@ def test_a_framework_with_from_dlpack_gets_its_own_array_back(monkeypatch: pytes
     assert same(low, replay(a, b, out_dtype=BF16))
 
 
+def test_torch_parameters_and_subclasses() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    layer = torch.nn.Linear(8, 3)
+    x = normal((4, 8))
+
+    class Mine(torch.Tensor):
+        pass
+
+    expected = replay(x, layer.weight.detach().numpy().T, bias=layer.bias.detach().numpy())
+    with torch.no_grad():
+        result = detkern.linear(torch.from_numpy(x), layer.weight, layer.bias)
+        assert type(result) is torch.Tensor
+        assert same(result.numpy(), expected)
+        mine = torch.from_numpy(x).as_subclass(Mine)
+        assert same(detkern.linear(mine, layer.weight, layer.bias).numpy(), expected)
+    assert same(detkern.linear(x, layer.weight.detach(), layer.bias.detach()), expected)
+
+
 def test_torch_learns_that_out_has_changed() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(2, 2, requires_grad=True)
@@ -384,6 +402,15 @@ def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -
     for seed in range(5):
         detkern.gemm(normal((3, 8), F32, seed), normal((8, 2), F32, seed))
     assert len(made) == 1
+    # Another alignment, stride or flag is another plan.
+    a, b = normal((3, 8)), normal((8, 2))
+    memory = np.zeros(b.nbytes + 4, np.uint8)[4:].view(np.float32).reshape(8, 2)
+    memory[...] = b
+    assert memory.ctypes.data % 16 == 4
+    assert detkern.gemm(a, memory).tobytes() == detkern.gemm(a, np.asfortranarray(b)).tobytes()
+    detkern.gemm(a, a, trans_b=True)
+    detkern.gemm(a, b, out_dtype="f16")
+    assert len(made) == 5
     monkeypatch.setattr(plan, "_KEPT", 4)
     for m in range(1, 20):
         detkern.gemm(normal((m, 8)), normal((8, 2)))

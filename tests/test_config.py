@@ -40,6 +40,14 @@ def test_a_mapping_or_its_text_binds_each_type() -> None:
         assert configured_contract(F16) is None
 
 
+def test_a_mapping_is_copied() -> None:
+    mine = {"f32": "fma"}
+    config.contract = mine
+    mine["bf16"] = "tree"
+    assert config.contract == {"f32": "fma"}
+    assert configured_contract(BF16) is None
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error", "said"),
     [("contract", "tf32", detkern.ContractUnsupported, "'tf32'"),

@@ -71,7 +71,7 @@ class _Torch(Adapter):
             dtype is None
             or type(array) not in self._plain
             or array.layout is not self._strided_layout
-            or array.requires_grad
+            or (array.requires_grad and self._grad_enabled())
             or array._is_zerotensor()
             or self._forward_level() >= 0
         ):
