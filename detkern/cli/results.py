@@ -20,7 +20,7 @@ SHADES = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """A band of rows of one result. shade: from a checksum of the bits of its first row, so equal bits look equal;
+    """A band of rows of one result. shade: from a checksum of the bits of its first compared row, so equal bits look equal;
     None where nothing is compared (a hostile row, say). opens: a new chunk begins here."""
 
     shade: int | None
@@ -138,7 +138,8 @@ class Tally:
         for start in range(0, lines.shape[0], band):
             piece = slice(start, start + band)
             counts = only is None or bool(only[piece].any())
-            shade = zlib.crc32(np.ascontiguousarray(lines[start]).tobytes()) % SHADES if counts else None
+            first = start if only is None else start + int(np.argmax(only[piece]))
+            shade = zlib.crc32(np.ascontiguousarray(lines[first]).tobytes()) % SHADES if counts else None
             cells.append(Cell(shade, bool(faults[piece].any()), any(piece.start <= o < piece.stop for o in opens)))
         if draw or wrong.any():
             self._grid.add(label, cells)
