@@ -58,6 +58,9 @@ def test_bias_accumulate_layouts_and_types(name: str) -> None:
         out = f.make(np.full((3, 4, 5), 100, np.float32))
         detkern.gemm(f.make(a), f.make(b), out=out, accumulate=True, backend="native")
         assert (f.read(out) == exact + 100).all()
+    out = np.full((3, 4, 5), 100, np.float32)
+    detkern.gemm(f.make(a), f.make(b), out=out, accumulate=True, backend="native")
+    assert (out == exact + 100).all()
 
 
 def test_strided_and_reversed_operands() -> None:
