@@ -25,7 +25,7 @@ from .contracts import Contract, get_contract
 from .dtypes import DTYPES, DType, by_name
 from .errors import ArgumentError, DetkernError
 
-__all__ = ["cache_dir", "configured_contract", "contract", "num_threads"]
+__all__ = ["cache_dir", "check_environment", "configured_contract", "contract", "num_threads"]
 
 contract: str | Mapping[str, str] | None
 num_threads: int | None
@@ -81,15 +81,34 @@ def _parse_path(value: Any) -> Path | None:
 
 
 def configured_contract(dtype: DType) -> Contract | None:
-    """The process default for operands of `dtype`, or None where none is set."""
+    """The process default for operands of `dtype`, or None where none is set.
+
+    Raises what DETKERN_CONTRACT deserved, where it was wrong.
+    """
+    if "contract" in _refused:
+        raise _refused["contract"]
     return _bound.get(dtype)
 
 
+def check_environment() -> None:
+    """Raise what the first wrong environment variable deserved, before anything reads the setting."""
+    for error in _refused.values():
+        raise error
+
+
 _bound: dict[DType, Contract] = {}
+# Settings whose environment variable is wrong. Raised where they are read, not when detkern is imported, where no caller
+# could catch it and the command line could not say it in a line.
+_refused: dict[str, DetkernError] = {}
 
 
 class _Config(ModuleType):
     """The module's own type: assignments are checked before they take effect."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _refused:
+            raise _refused[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "contract":
@@ -102,6 +121,7 @@ class _Config(ModuleType):
             value = _parse_path(value)
         elif not name.startswith("_"):
             raise ArgumentError(f"detkern.config has no setting {name!r}; it has contract, num_threads and cache_dir")
+        _refused.pop(name, None)
         super().__setattr__(name, value)
 
 
@@ -116,7 +136,7 @@ def _from_environment() -> None:
         try:
             setattr(module, name, os.environ.get(variable) or None)
         except DetkernError as error:
-            raise type(error)(f"{variable}: {error}") from None
+            _refused[name] = type(error)(f"{variable}: {error}")
 
 
 _from_environment()

@@ -125,3 +125,13 @@ def test_no_framework_is_imported_and_the_module_runs() -> None:
     assert cpu["facts"]["kernels"] == "numpy"
     ran = subprocess.run([sys.executable, "-m", "detkern", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == f"detkern, version {detkern.__version__}"
+
+
+def test_a_wrong_environment_variable_is_one_line_and_exit_code_2() -> None:
+    for variable, value in (("DETKERN_CONTRACT", "mma17"), ("DETKERN_NUM_THREADS", "0")):
+        environment = {**os.environ, variable: value}
+        command = [sys.executable, "-m", "detkern", "info"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"Error: {variable}: ")
+        assert "Traceback" not in done.stderr

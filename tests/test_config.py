@@ -87,8 +87,13 @@ def test_environment_variables() -> None:
     code = "from detkern import config; print(config.contract, config.num_threads, config.cache_dir)"
     ran = with_environment(code, DETKERN_CONTRACT="bf16=tree", DETKERN_NUM_THREADS="2", DETKERN_CACHE_DIR="/tmp/x")
     assert ran.stdout.split() == ["bf16=tree", "2", "/tmp/x"]
-    ran = with_environment("import detkern", DETKERN_NUM_THREADS="none")
+    read = "import detkern; print('imported'); detkern.config.num_threads"
+    ran = with_environment(read, DETKERN_NUM_THREADS="none")
     assert ran.returncode != 0
+    assert ran.stdout == "imported\n"  # the error comes where the setting is read, until another value is set
+    ran = with_environment("import detkern; detkern.config.num_threads = 3", DETKERN_NUM_THREADS="none")
+    assert ran.returncode == 0
+    ran = with_environment(read, DETKERN_NUM_THREADS="none")
     assert "DETKERN_NUM_THREADS: num_threads must be a whole number" in ran.stderr
     ran = with_environment("import detkern", DETKERN_CONTRACT="")
     assert ran.returncode == 0

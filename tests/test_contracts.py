@@ -164,6 +164,7 @@ print(detkern.explain(a, b).contract)
 
 
 def test_a_wrong_environment_is_named():
-    done = in_a_process("mma17", "import detkern")
+    product = "import numpy, detkern; detkern.gemm(numpy.ones((1, 1), 'f4'), numpy.ones((1, 1), 'f4'))"
+    done = in_a_process("mma17", product)
     assert done.returncode != 0
     assert "ContractUnsupported: DETKERN_CONTRACT: contract='mma17' does not exist" in done.stderr

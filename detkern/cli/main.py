@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .. import __version__
+from .. import __version__, config
 from ..errors import DetkernError
 
 __all__ = ["main"]
@@ -40,6 +40,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            config.check_environment()
             return super().invoke(ctx)
         except DetkernError as error:
             raise _Refusal(str(error)) from None
