@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       __syncthreads();  // the slabs lie where the stages will
     }
 
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) {
       copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
       copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);

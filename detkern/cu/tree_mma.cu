@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
                  output.row, p.m, p.k);
     const CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
                  output.column, p.n, p.k);
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage) {
       copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
       copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
