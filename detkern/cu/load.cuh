@@ -3,7 +3,7 @@
 // A tile is LINES lines of ALONG chunks of 16 bytes. A line runs along the contiguous dimension: a row (column) of A (B)
 // over EXTENT_K for K_MAJOR, a k over EXTENT_MN for MN_MAJOR; each chunk is one cp.async. STRIDED has the shape of K_MAJOR,
 // but comes element by element through registers and is stored before `copy` returns, so that whatever barrier orders the
-// asynchronous copies orders it as well. What lies outside the operand is zero.
+// asynchronous copies orders it as well. What lies outside the operand along k is zero.
 #pragma once
 
 #include "ptx.cuh"
@@ -32,18 +32,25 @@ class TileCopy {
   // a multiple of 16.
   template <typename Place>
   DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k0) const {
-    const int thread = thread_index();  // computing from it here is cheaper than registers kept through the main loop
+    // Computing from the index here is cheaper than registers kept through the main loop. The copying threads may be any
+    // whole group of the CTA's.
+    const int thread = thread_index() % THREAD_COUNT;
     const int first = thread / ALONG, chunk = thread % ALONG;
     const int k_left = clamp(k_size_ - k0, EXTENT_K);
     const int bytes = 2 * clamp((LOAD == MN_MAJOR ? mn_left_ : k_left) - chunk * CHUNK, CHUNK);
-    const int lines = LOAD == MN_MAJOR ? k_left : mn_left_;
     const uint16_t* source =
         origin_ + (LOAD == MN_MAJOR ? (k0 + first) * line_stride_ : k0 + first * line_stride_) + chunk * CHUNK;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int line = first + pass * LINES_PER_PASS;
       if (LINES % LINES_PER_PASS != 0 && line >= LINES) break;
-      copy_async_16(stage + place(line, chunk), source + pass * LINES_PER_PASS * line_stride_, line < lines ? bytes : 0);
+      const uint32_t target = stage + place(line, chunk);
+      const uint16_t* line_source = source + pass * LINES_PER_PASS * line_stride_;
+      if constexpr (LOAD == MN_MAJOR) {
+        copy_async_16(target, line_source, line < k_left ? bytes : 0);
+      } else if (line < mn_left_) {  // rows outside the operand may hold anything: so may the outputs that they give
+        copy_async_16(target, line_source, bytes);
+      }
     }
   }
 

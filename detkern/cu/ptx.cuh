@@ -198,3 +198,46 @@ DETKERN_INLINE uint32_t add_pair(uint32_t left, uint32_t right) {
   }
   return sum;
 }
+
+// ---- warp groups and their barriers (sm_90 and newer) -------------------------------------------------------------
+
+// The registers a thread of this warp group may have from here on (9.7.19.5): fewer than at launch, or more.
+template <int COUNT>
+DETKERN_INLINE void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+DETKERN_INLINE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// A barrier of THREAD_COUNT threads (9.7.13.1); barrier 0 is __syncthreads().
+template <int THREAD_COUNT>
+DETKERN_INLINE void named_barrier(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREAD_COUNT) : "memory");
+}
+
+// What this thread wrote to shared memory by ordinary or cp.async stores is seen by wgmma (9.7.13.4).
+DETKERN_INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Transaction barriers of 8 bytes in shared memory (9.7.13.15); a phase ends with `arrivals` arrivals.
+DETKERN_INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+DETKERN_INLINE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the phase of this parity: the first has 0; before it, the one of parity 1 counts as ended.
+DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t ended;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!ended);
+}
