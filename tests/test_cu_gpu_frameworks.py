@@ -1,4 +1,4 @@
-"""The public calls on device arrays of every framework, the command line on the GPU, and the self-check run for real."""
+"""The public calls on device arrays of every framework, and the self-check run for real."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import cu_device
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from cu_device import PAIR_IDS, PAIRS, replay
 
 import detkern
 from detkern import operands
-from detkern.cli.main import main
 from detkern.contracts import FMA, MMA16, TREE, Contract
 from detkern.cu import selfcheck
 from detkern.cu.device import describe
@@ -152,15 +150,3 @@ def test_the_self_check_passes(contract: Contract, dtype: DType) -> None:
     outcome = selfcheck.check(contract, dtype, functools.partial(launch.product, describe(0)))
     assert outcome.differing == 0, outcome
     assert outcome.elements > 100_000
-
-
-def test_fingerprints_equal_the_cpus() -> None:
-    runner = CliRunner()
-    answers = {}
-    for device in ("cpu", "cuda:0"):
-        answer = runner.invoke(main, ["fingerprint", "--device", device])
-        assert answer.exit_code == 0, answer.output
-        answers[device] = {line for line in answer.output.splitlines() if line and not line.startswith("#")}
-    shared = [line for line in answers["cuda:0"] if line in answers["cpu"]]
-    assert len(shared) >= len(PAIRS)
-    assert answers["cuda:0"] <= answers["cpu"]

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cu_device import DEVICE, PAIRS, Placed, differing, replay, run, vector
+from cu_device import DEVICE, Placed, differing, replay, run, vector
 
 from detkern import operands
-from detkern.contracts import MMA8, Contract
+from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu.geometry import Load, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
-KERNELS = [*PAIRS, (MMA8, F16), (MMA8, BF16)]
+# Each kernel file, each operand width and each step of the tensor core. Types of one width share all indexing.
+KERNELS = [(FMA, F32), (FMA, BF16), (TREE, F16), (MMA16, BF16), (TREE_MMA16, BF16), (MMA8, F16)]
 MODES_OF = {Load.K_MAJOR: ("rows", "columns"), Load.MN_MAJOR: ("columns", "rows"), Load.STRIDED: ("spread", "reversed")}
 
 
@@ -52,8 +53,8 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
     import cupy
 
     number = KERNELS.index((contract, dtype)) * 9 + int(loads[0]) * 3 + int(loads[1])
-    # Two tiles in a row at least, ragged ends, and (for the trees) more levels than stay in shared memory.
-    m, n, k = (150, 71, 1065) if number % 3 == 0 else (37, 139, 90)
+    # Two tiles in a row at least, ragged ends, and for the trees more levels than stay in shared memory.
+    m, n, k = (150, 71, 1065 if contract.leaf else 200) if number % 3 == 0 else (37, 139, 90)
     kind = "integers" if contract == MMA8 else "normal"
     a = operands.generate(kind, dtype, (m, k), 1)
     b = operands.generate(kind, dtype, (k, n), 2)

@@ -1,0 +1,291 @@
+"""The CUDA backend against cuBLAS on this GPU: `python -m benchmarks.cuda_gemm [--output DIR] [--tiles]`.
+
+Needs a CUDA device, PyTorch and CuPy. Each row's products run inside CUDA graphs, over sets of random operands that together
+pass twice the L2 cache, detkern and its peer in turn; times are medians over the turns, in µs a product of x[M, K] @
+w[N, K].T. Host times are of the calls alone. `--tiles` also times every tile of the tables in its own row. Writes
+<DIR or benchmarks/results/<gpu>>/cuda-gemm.json and ends with status 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import records
+
+TURNS = 9
+WARM = 2  # turns that are not counted
+
+# (contract, operand type, peer's type, the most of the peer's time, shapes m, n, k)
+SQUARE, DEEP = (4096, 4096, 4096), (4096, 4096, 14336)
+TARGETS: list[tuple[str, str, str, float, tuple[tuple[int, int, int], ...]]] = [
+    ("fma", "float32", "float32", 1.15, (SQUARE,)),
+    ("fma", "bfloat16", "float32", 1.15, (SQUARE,)),
+    ("fma", "float16", "float32", 1.15, (SQUARE,)),
+    ("tree", "bfloat16", "float32", 1.25, (SQUARE,)),
+    ("tree", "float16", "float32", 1.25, (SQUARE,)),
+    ("mma16", "bfloat16", "bfloat16", 2.0, (SQUARE, DEEP)),
+    ("mma16", "float16", "float16", 2.0, (SQUARE, DEEP)),
+    ("tree-mma16", "bfloat16", "bfloat16", 2.0, (SQUARE, DEEP)),
+    ("tree-mma16", "float16", "float16", 2.0, (SQUARE, DEEP)),
+]
+# Shapes for --tiles: what the choice between tiles depends on.
+TILE_SHAPES = [(m, 4096, 4096) for m in (16, 64, 256, 1024, 4096)] + [(1024, 1024, 4096)]
+
+
+def _operands(m: int, n: int, k: int, dtype: Any, count: int) -> list[tuple[Any, Any, Any]]:
+    """Sets of x [m, k], w [n, k] and an output [m, n]."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(m + n + k)
+
+    def random(rows: int, columns: int) -> Any:
+        return torch.randn(rows, columns, generator=generator, device="cuda").to(dtype)
+
+    return [(random(m, k), random(n, k), torch.empty(m, n, dtype=dtype, device="cuda")) for _ in range(count)]
+
+
+def _sets(m: int, n: int, k: int, itemsize: int) -> int:
+    import torch
+
+    once = (m * k + n * k + m * n) * itemsize
+    return max(2, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // once))
+
+
+def _graph(calls: list[Callable[[], Any]]) -> Any:
+    import torch
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def medians(peers: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
+    """Median µs a call of each peer, whose calls are captured in one graph; the graphs are replayed in turn."""
+    import torch
+
+    graphs = {name: _graph(calls) for name, calls in peers.items()}
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(WARM + TURNS):
+        for name, graph in graphs.items():
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= WARM:
+                times[name].append(1000 * begin.elapsed_time(end) / len(peers[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def speed_rows() -> list[dict[str, Any]]:
+    """A row for each target."""
+    import torch
+
+    import detkern
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rows = []
+    for contract, dtype, peer_dtype, limit, shapes in TARGETS:
+        for m, n, k in shapes:
+            kind, peer_kind = getattr(torch, dtype), getattr(torch, peer_dtype)
+            ours = _operands(m, n, k, kind, _sets(m, n, k, kind.itemsize))
+            theirs = ours if kind == peer_kind else _operands(m, n, k, peer_kind, _sets(m, n, k, peer_kind.itemsize))
+            found = medians(
+                {
+                    "detkern": [
+                        functools.partial(detkern.gemm, x, w, trans_b=True, out=out, contract=contract)
+                        for x, w, out in ours
+                    ],
+                    "cublas": [functools.partial(torch.matmul, x, w.t(), out=out) for x, w, out in theirs],
+                }
+            )
+            explanation = detkern.explain(ours[0][0], ours[0][1], trans_b=True, contract=contract)
+            ratio = found["detkern"] / found["cublas"]
+            rows.append(
+                {
+                    "contract": contract,
+                    "type": dtype,
+                    "m": m,
+                    "n": n,
+                    "k": k,
+                    "detkern_us": round(found["detkern"], 2),
+                    "cublas_us": round(found["cublas"], 2),
+                    "cublas_type": peer_dtype,
+                    "ratio": round(ratio, 3),
+                    "target": limit,
+                    "met": ratio <= limit,
+                    "tile": explanation.tile,
+                }
+            )
+            _show(rows[-1])
+            del ours, theirs
+            torch.cuda.empty_cache()
+    return rows
+
+
+def cublas_bits_rows() -> list[dict[str, Any]]:
+    """The default contract against cuBLAS where cuBLAS does not split K."""
+    import torch
+
+    import detkern
+
+    rows = []
+    for dtype in ("bfloat16", "float16"):
+        for m, n, k in ((256, 4096, 4096), (4096, 4096, 4096)):
+            ((x, w, out),) = _operands(m, n, k, getattr(torch, dtype), 1)
+            detkern.gemm(x, w, trans_b=True, out=out)
+            differing = int((out.view(torch.int16) != torch.matmul(x, w.t()).view(torch.int16)).sum())
+            rows.append(
+                {
+                    "contract": "mma16", "type": dtype, "m": m, "n": n, "k": k, "elements": m * n,
+                    "differing_from_cublas": differing,
+                }
+            )  # fmt: skip
+            _show(rows[-1])
+    return rows
+
+
+def host_rows() -> list[dict[str, Any]]:
+    """µs that the calling thread spends on a small product: the median over rounds of 200 calls."""
+    import cupy
+    import torch
+
+    import detkern
+
+    x = torch.randn(64, 64, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    half = cupy.ones((64, 64), cupy.float16)
+    half_out = cupy.empty_like(half)
+    calls: dict[str, Callable[[], Any]] = {
+        "detkern.gemm of torch tensors": lambda: detkern.gemm(x, x),
+        "detkern.gemm of torch tensors, out=": lambda: detkern.gemm(x, x, out=out),
+        "detkern.gemm of cupy arrays": lambda: detkern.gemm(half, half),
+        "torch.nn.functional.linear": lambda: torch.nn.functional.linear(x, x),
+        "torch.matmul, out=": lambda: torch.matmul(x, x, out=out),
+        "cupy.matmul": lambda: cupy.matmul(half, half),
+        "cupy.matmul, out=": lambda: cupy.matmul(half, half, out=half_out),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(WARM + TURNS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            if turn >= WARM:
+                times[name].append(1e6 * (time.perf_counter() - start) / 200)
+    rows = [{"host": name, "host_us": round(statistics.median(found), 2)} for name, found in times.items()]
+    for row in rows:
+        _show(row)
+    return rows
+
+
+def tile_rows() -> list[dict[str, Any]]:
+    """Every tile of the tables on a range of shapes."""
+    import torch
+
+    from detkern.backend import Execution
+    from detkern.contracts import get_contract
+    from detkern.cu import geometry, launch
+    from detkern.cu.device import describe
+    from detkern.dtypes import by_name
+    from detkern.problem import gemm_problem
+    from detkern.tensors import Device, TensorView
+
+    device = Device("cuda", 0)
+    facts = describe(0)
+    rows = []
+
+    def view(tensor: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> TensorView:
+        return TensorView(tensor.data_ptr(), shape, strides, dtype, device, array=tensor)
+
+    def allocate(size: int) -> TensorView:
+        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
+        return view(memory, (size,), (1,), by_name("e4m3"))
+
+    for contract_name, dtype_name in (
+        ("fma", "float32"),
+        ("tree", "bfloat16"),
+        ("mma16", "bfloat16"),
+        ("tree-mma16", "bfloat16"),
+    ):
+        contract, dtype = get_contract(contract_name), by_name(dtype_name)
+        assert dtype is not None
+        for m, n, k in TILE_SHAPES:
+            sets = _operands(m, n, k, getattr(torch, dtype_name), _sets(m, n, k, dtype.itemsize))
+            peers: dict[str, list[Callable[[], Any]]] = {}
+            for tile in geometry.tiles_for(contract, dtype):
+                calls = []
+                for x, w, out in sets:
+                    a, b = view(x, (m, k), (k, 1), dtype), view(w, (k, n), (1, k), dtype)
+                    c = view(out, (m, n), (n, 1), dtype)
+                    problem = gemm_problem(contract, a, b, c, None, False)
+                    chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
+
+                    def call(problem: Any = problem, a: Any = a, b: Any = b, c: Any = c, chosen: Any = chosen) -> None:
+                        stream = torch.cuda.current_stream().cuda_stream
+                        launch.launch(problem, a, b, c, None, Execution(device, stream, allocate), chosen)
+
+                    calls.append(call)
+                peers[str(tile)] = calls
+            chosen_tile = str(geometry.choose(problem, facts.capability, facts.multiprocessors).tile)
+            found = medians(peers)
+            for name, microseconds in found.items():
+                rows.append(
+                    {
+                        "contract": contract_name, "type": dtype_name, "m": m, "n": n, "k": k, "tile": name,
+                        "detkern_us": round(microseconds, 2), "chosen": name == chosen_tile,
+                    }
+                )  # fmt: skip
+                _show(rows[-1])
+            del sets, peers
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _show(row: dict[str, Any]) -> None:
+    print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+def main() -> int:
+    """Measure, print, record. Status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description="Time the CUDA backend against cuBLAS.")
+    parser.add_argument("--output", type=Path, help="folder for the record, instead of benchmarks/results/<gpu>")
+    parser.add_argument("--tiles", action="store_true", help="also time every tile of the tables")
+    arguments = parser.parse_args()
+
+    import torch
+
+    from detkern.cu.device import describe
+
+    facts = describe(0)
+    rows = speed_rows() + cublas_bits_rows() + host_rows() + (tile_rows() if arguments.tiles else [])
+    path = records.write(
+        "cuda-gemm",
+        rows,
+        gpu=facts.name,
+        driver=facts.driver,
+        sources=records.cuda_sources(),
+        folder=arguments.output,
+        more={"cuda of torch": str(torch.version.cuda)},
+    )
+    print(path)
+    return int(not all(row.get("met", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The GPU tests and the sanitizers on this GPU, recorded: `python -m benchmarks.gpu_tests [--output DIR] [--parts …]`.
+
+Parts: `compile` puts every kernel into the cache with all cores; `tests` runs `pytest -m gpu`; `memcheck`, `racecheck`, `initcheck`
+and `synccheck` run compute-sanitizer over the tests marked `sanitizer`; `golden` records tests/golden's digests (into DIR, if
+given). Writes <DIR or benchmarks/results/<gpu>>/gpu-tests.json, one row a part, each part's output beside it with --output,
+and ends with status 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as tree
+from pathlib import Path
+from typing import Any
+
+from . import records
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PARTS = ("compile", "tests", *SANITIZERS, "golden")
+_ERROR = 86  # what compute-sanitizer is told to end with where it found an error
+
+
+def _run(command: list[str], log: Path, limit: float) -> tuple[int, float]:
+    """(status, seconds) of a command whose output goes to `log` and to this one's."""
+    print("+", " ".join(command), flush=True)
+    start = time.perf_counter()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=records.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(records.ROOT), os.environ.get("PYTHONPATH", "")])},
+        )  # fmt: skip
+        assert process.stdout is not None
+        watch = _Limit(process, limit)
+        for line in process.stdout:
+            file.write(line)
+            print(line, end="", flush=True)
+        status = process.wait()
+        watch.stop()
+    return status, time.perf_counter() - start
+
+
+class _Limit:
+    """Ends a process that runs too long."""
+
+    def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
+        self._timer = threading.Timer(seconds, process.kill)
+        self._timer.start()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+def _counts(junit: Path) -> dict[str, int]:
+    """passed, failed and skipped of a JUnit file; a test session that broke off counts as one failure."""
+    if not junit.exists():
+        return {"passed": 0, "failed": 1, "skipped": 0}
+    cases = list(tree.parse(junit).iter("testcase"))
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def _pytest(marker: str, junit: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marker,
+        f"--junitxml={junit}",
+        *arguments,
+    ]
+
+
+def compile_part(logs: Path, limit: float) -> dict[str, Any]:
+    """Every kernel of the backend for this device, and mma8's."""
+    code = "import sys; sys.path.insert(0, 'tests'); import cu_device; print(cu_device.compile_all())"
+    status, seconds = _run([sys.executable, "-c", code], logs / "compile.log", limit)
+    kernels = re.findall(r"^(\d+)$", (logs / "compile.log").read_text(), re.MULTILINE)
+    return {
+        "part": "compile",
+        "kernels": int(kernels[-1]) if kernels else 0,
+        "failed": int(status != 0),
+        "seconds": round(seconds, 1),
+    }
+
+
+def tests_part(logs: Path, limit: float, select: str | None) -> dict[str, Any]:
+    """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it."""
+    junit = logs / "tests.xml"
+    extra = ["--durations=15", "tests", *(["-k", select] if select else [])]
+    status, seconds = _run(_pytest("gpu", junit, *extra), logs / "tests.log", limit)
+    counts = _counts(junit)
+    counts["failed"] += int(status != 0 and not counts["failed"])
+    return {"part": "tests", **counts, "seconds": round(seconds, 1)}
+
+
+def sanitizer_part(tool: str, logs: Path, limit: float) -> dict[str, Any]:
+    """One tool of compute-sanitizer over the tests marked for it."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    junit = logs / f"{tool}.xml"
+    command = [program, "--tool", tool, "--error-exitcode", str(_ERROR), "--print-limit", "50"]
+    command += _pytest("sanitizer", junit, "tests/test_cu_gpu_sanitizer.py")
+    try:
+        status, seconds = _run(command, logs / f"{tool}.log", limit)
+    except OSError as error:
+        print(f"{tool}: {error}")
+        return {"part": tool, "passed": 0, "failed": 1, "skipped": 0, "errors": None, "seconds": 0.0}
+    text = (logs / f"{tool}.log").read_text()
+    # "ERROR SUMMARY: 0 errors", and racecheck's "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)".
+    summary = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", text)
+    errors = int(summary[-1]) if summary else None
+    counts = _counts(junit)
+    counts["failed"] += int((status != 0 or errors != 0) and not counts["failed"])
+    return {"part": tool, **counts, "errors": errors, "seconds": round(seconds, 1)}
+
+
+def golden_part(logs: Path, limit: float, folder: Path | None) -> dict[str, Any]:
+    """Record the digests that the CPU replay is held to."""
+    command = [sys.executable, "-m", "tests.golden.record"]
+    if folder is not None:
+        command += ["--output", str(folder)]
+    status, seconds = _run(command, logs / "golden.log", limit)
+    return {"part": "golden", "failed": int(status != 0), "seconds": round(seconds, 1)}
+
+
+def main() -> int:
+    """Run the parts, record them. Status 1 where something failed."""
+    parser = argparse.ArgumentParser(description="Run the GPU tests and the sanitizers, and record how they came out.")
+    parser.add_argument("--output", type=Path, help="folder for the record and the logs, instead of the results folder")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--select", help="pytest's -k for the part `tests`")
+    parser.add_argument("--limit", type=float, default=500, help="seconds after which a part is ended (default 500)")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}")
+
+    from detkern.cu.device import describe, missing
+
+    if reason := missing(0):
+        print(f"no GPU to test on: {reason}")
+        return 1
+    facts = describe(0)
+    folder = arguments.output.resolve() if arguments.output else None
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = folder or Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        for part in parts:
+            if part == "compile":
+                row = compile_part(logs, arguments.limit)
+            elif part == "tests":
+                row = tests_part(logs, arguments.limit, arguments.select)
+            elif part == "golden":
+                row = golden_part(logs, arguments.limit, folder)
+            else:
+                row = sanitizer_part(part, logs, arguments.limit)
+            rows.append(row)
+            print("==", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            path = records.write(
+                "gpu-tests", rows, gpu=facts.name, driver=facts.driver, sources=records.cuda_sources(), folder=folder
+            )
+    print(path)
+    for row in rows:
+        print("  ".join(f"{name}={value}" for name, value in row.items()))
+    return int(any(row["failed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Recorded runs: `python -m benchmarks.records` lists those whose sources have changed since.
+
+A record is benchmarks/results/<gpu>/<what>.json: {"what", "date", "gpu", "driver", "versions", "command", "sources": {path:
+SHA-256 of a source that it used}, "rows": [...]}. A run replaces its file; git keeps the history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RESULTS", "ROOT", "changed_sources", "cuda_sources", "slug", "versions", "write"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+_PACKAGES = ("numpy", "ml_dtypes", "torch", "triton", "jax", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc")
+
+
+def slug(gpu: str) -> str:
+    """The folder of a GPU: "NVIDIA H200" -> "h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia").strip()).strip("-")
+
+
+def cuda_sources() -> list[Path]:
+    """The kernel sources and tile tables of the CUDA backend."""
+    folder = ROOT / "detkern" / "cu"
+    return sorted([*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("tiles/*.json")])
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Python, and the packages that are installed of those that matter to a measurement."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(
+    what: str,
+    rows: list[dict[str, Any]],
+    *,
+    gpu: str,
+    driver: str,
+    sources: Iterable[Path],
+    folder: Path | None = None,
+    more: dict[str, str] | None = None,
+) -> Path:
+    """Write a record and return its path.
+
+    gpu: the device's name. folder: instead of the one under RESULTS. more: versions beside those of packages.
+    """
+    record = {
+        "what": what,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": gpu,
+        "driver": driver,
+        "versions": versions() | (more or {}),
+        "command": " ".join(["python", *_command()]),
+        "sources": {str(path.relative_to(ROOT)): _digest(path) for path in sources},
+        "rows": rows,
+    }
+    path = (folder or RESULTS / slug(gpu)) / f"{what}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def _command() -> list[str]:
+    program = Path(sys.argv[0]).resolve()
+    if program.is_relative_to(ROOT):
+        module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
+        return ["-m", module, *sys.argv[1:]]
+    return list(sys.argv)
+
+
+def changed_sources(record: Path) -> list[str]:
+    """The sources of a record that have changed, or are gone, since it was made."""
+    sources = json.loads(record.read_text())["sources"]
+    return [name for name, digest in sources.items() if not (ROOT / name).is_file() or _digest(ROOT / name) != digest]
+
+
+def main() -> int:
+    """List the records. Status 1 with --check where one is out of date."""
+    parser = argparse.ArgumentParser(description="List recorded runs whose sources have changed since.")
+    parser.add_argument("--check", action="store_true", help="end with status 1 if there is one")
+    arguments = parser.parse_args()
+    stale = 0
+    for record in sorted(RESULTS.glob("*/*.json")):
+        made = json.loads(record.read_text())
+        changed = changed_sources(record)
+        stale += bool(changed)
+        state = f"changed since: {', '.join(changed)}" if changed else "up to date"
+        print(f"{record.relative_to(RESULTS)}  {made['date'][:10]}  {state}")
+    return int(arguments.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Records and how they are read back: what a run writes, and when its sources have changed since."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import gpu_tests, records
+
+
+def test_a_gpu_is_a_folder() -> None:
+    assert records.slug("NVIDIA H200") == "h200"
+    assert records.slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+
+
+def test_a_record_knows_when_its_sources_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    kernel, table = tmp_path / "kernel.cu", tmp_path / "table.json"
+    kernel.write_text("one")
+    table.write_text("[]")
+    rows = [{"m": 1, "detkern_us": 2.5}]
+    path = records.write("speed", rows, gpu="NVIDIA H200", driver="580.1", sources=[kernel, table], more={"cuda": "13"})
+    assert path == tmp_path / "results" / "h200" / "speed.json"
+    made = json.loads(path.read_text())
+    assert made["rows"] == rows
+    assert set(made) == {"what", "date", "gpu", "driver", "versions", "command", "sources", "rows"}
+    assert set(made["sources"]) == {"kernel.cu", "table.json"}
+    assert made["versions"]["cuda"] == "13"
+    assert records.changed_sources(path) == []
+    monkeypatch.setattr(sys, "argv", ["records", "--check"])
+    assert records.main() == 0
+    assert "up to date" in capsys.readouterr().out
+    kernel.write_text("two")
+    table.unlink()
+    assert records.changed_sources(path) == ["kernel.cu", "table.json"]
+    assert records.main() == 1
+    assert "h200/speed.json" in capsys.readouterr().out
+
+
+def test_cuda_sources_are_kernels_headers_and_tables() -> None:
+    names = {path.name for path in records.cuda_sources()}
+    assert {"fma.cu", "mma.cu", "tree.cu", "tree_mma.cu", "params.cuh", "fma.json"} <= names
+    assert not any(name.endswith(".py") for name in names)
+
+
+def test_counts_of_a_test_run(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    assert gpu_tests._counts(junit) == {"passed": 0, "failed": 1, "skipped": 0}
+    junit.write_text(
+        "<testsuites><testsuite><testcase/><testcase><failure/></testcase><testcase><error/></testcase>"
+        "<testcase><skipped/></testcase></testsuite></testsuites>"
+    )
+    assert gpu_tests._counts(junit) == {"passed": 1, "failed": 2, "skipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "failed", "errors"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, 0, 0),
+        ("========= ERROR SUMMARY: 3 errors", 86, 1, 3),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0, 0),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)", 0, 1, 2),
+        ("no summary at all", 0, 1, None),
+        ("========= ERROR SUMMARY: 0 errors", 1, 1, 0),
+    ],
+)
+def test_what_a_sanitizer_says(
+    output: str, status: int, failed: int, errors: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], log: Path, limit: float) -> tuple[int, float]:
+        assert command[1:3] == ["--tool", "racecheck"]
+        log.write_text(output + "\n")
+        (tmp_path / "racecheck.xml").write_text("<testsuites><testsuite><testcase/></testsuite></testsuites>")
+        return status, 1.5
+
+    monkeypatch.setattr(gpu_tests, "_run", run)
+    row = gpu_tests.sanitizer_part("racecheck", tmp_path, 10)
+    assert row == {
+        "part": "racecheck", "passed": 1, "failed": failed, "skipped": 0, "errors": errors, "seconds": 1.5,
+    }  # fmt: skip
+
+
+def test_a_part_that_runs_too_long_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    status, seconds = gpu_tests._run(command, tmp_path / "log", 1)
+    assert status != 0
+    assert seconds < 20
+    assert (tmp_path / "log").read_text() == "begun\n"
