@@ -8,11 +8,11 @@ from typing import Any
 import cu_device
 import numpy as np
 import pytest
-from cu_device import PAIR_IDS, PAIRS, replay
+from cu_device import replay
 
 import detkern
 from detkern import operands
-from detkern.contracts import FMA, MMA16, TREE, Contract
+from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import selfcheck
 from detkern.cu.device import describe
 from detkern.dtypes import BF16, F16, F32, DType
@@ -86,7 +86,7 @@ def test_arrays_of_a_framework(name: str, dtype: DType) -> None:
     a, b = _host(dtype)
     try:
         device_a, device_b, bias = make(a), make(b), make(np.ascontiguousarray(a[0, :70]))
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if name == "cupy" and dtype == BF16:
             pytest.skip(f"gpu: this CuPy has no bfloat16 ({error})")
         raise
@@ -142,7 +142,7 @@ def test_explain_says_what_would_run() -> None:
     assert explanation.copies == ()
 
 
-@pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize(("contract", "dtype"), [(FMA, F32), (MMA16, F16), (TREE, BF16), (TREE_MMA16, BF16)], ids=str)
 def test_the_self_check_passes(contract: Contract, dtype: DType) -> None:
     """What decides on devices that nobody has seen, on one that was seen."""
     from detkern.cu import launch

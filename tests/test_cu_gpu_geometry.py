@@ -115,13 +115,22 @@ def large_memory() -> Iterator[TensorView]:
 
     count = 2**31 + 2**26
     memory = cupy.empty(count, np.uint16)
+    # Signs and significands from a hash of the index, exponents of numbers near one.
+    fill = cupy.ElementwiseKernel(
+        "int64 start",
+        "uint16 bits",
+        """
+        unsigned long long x = (unsigned long long)(start + i) * 0x9E3779B97F4A7C15ULL;
+        x ^= x >> 29;
+        x *= 0xBF58476D1CE4E5B9ULL;
+        x ^= x >> 32;
+        bits = (unsigned short)((x & 0x100) << 7 | 0x3F00 | (x & 0xFF));
+        """,
+        "fill_with_bfloat16",
+    )
     part = 2**28
-    random = cupy.random.RandomState(1)
     for start in range(0, count, part):
-        piece = memory[start : start + part]
-        # Signs and significands at random, exponents of numbers near one.
-        words = random.randint(0, 2**15, piece.size, dtype=np.int32)
-        piece[...] = ((words & 0x0100) << 7 | 0x3F00 | words & 0x00FF).astype(np.uint16)
+        fill(start, memory[start : start + part])
     yield TensorView(memory.data.ptr, (count,), (1,), BF16, DEVICE, array=memory)
     del memory
     cupy.get_default_memory_pool().free_all_blocks()

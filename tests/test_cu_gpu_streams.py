@@ -107,6 +107,7 @@ def test_cupy_graph_is_captured_and_replayed(contract: Contract) -> None:
     b = operands.generate("normal", F16, (K, N), 86)
     device_a, device_b = cupy.asarray(a), cupy.asarray(b)
     expected = replay(contract, a, b)
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         out = cupy.empty((M, N), np.float16)
         detkern.gemm(device_a, device_b, out=out, contract=contract.name)  # loads the kernel
@@ -131,6 +132,7 @@ def test_a_kernel_that_is_not_loaded_is_refused_under_capture(monkeypatch: pytes
     a = cupy.ones((32, 32), np.float32)
     out = cupy.empty((32, 32), np.float32)
     detkern.gemm(a, a, out=out)
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         monkeypatch.setattr(loader, "_functions", {})

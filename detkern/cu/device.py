@@ -48,10 +48,11 @@ def describe(index: int) -> CudaDevice:
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
+    uuid = properties.get("uuid", b"")
     return CudaDevice(
         index=index,
         name=properties["name"].decode(errors="replace"),
-        uuid=bytes(properties.get("uuid", b"")).hex(),
+        uuid=uuid.hex() if isinstance(uuid, bytes) else str(uuid),
         capability=(properties["major"], properties["minor"]),
         multiprocessors=properties["multiProcessorCount"],
         driver=_driver_build(runtime.driverGetVersion()),

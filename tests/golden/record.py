@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-
 import detkern
 from detkern import operands
 from detkern.contracts import CONTRACTS
