@@ -44,6 +44,18 @@ DETKERN_INLINE void mma_step(float (&acc)[4], const uint32_t (&a)[4], uint32_t b
   }
 }
 
+DETKERN_INLINE void multiply(float (&acc)[BLOCKS_M][2 * BLOCKS_N][4], const uint32_t (&a)[BLOCKS_M][4],
+                             const uint32_t (&b)[BLOCKS_N][4]) {
+#pragma unroll
+  for (int j = 0; j < BLOCKS_N; ++j) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M; ++i) {
+      mma_step(acc[i][2 * j], a[i], b[j][0], b[j][1]);
+      mma_step(acc[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t first_stage = shared_address(shared);
@@ -80,46 +92,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
       copy_async_commit();
     }
-    copy_async_wait<STAGES - 2>();
-    __syncthreads();
+    // An iteration finishes the k tile before its own and does all but the last step of its own: with the barrier at its
+    // start and not before the last step, the compiler sees who waits for the fragments loaded right behind it, and has
+    // the last step of the other tile to cover them. The first iteration's "last step" is of zeros, which change no bit.
     uint32_t a[2][BLOCKS_M][4], b[2][BLOCKS_N][4];
+#pragma unroll
+    for (int i = 0; i < BLOCKS_M; ++i) a[1][i][0] = a[1][i][1] = a[1][i][2] = a[1][i][3] = 0;
+#pragma unroll
+    for (int j = 0; j < BLOCKS_N; ++j) b[1][j][0] = b[1][j][1] = b[1][j][2] = b[1][j][3] = 0;
     uint32_t read = first_stage, write = last_stage;
-#pragma unroll
-    for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[0][i], read, i, 0);
-#pragma unroll
-    for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[0][j], read + LayoutA::BYTES, j, 0);
-
 #pragma unroll 1
     for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      copy_async_wait<STAGES - 2>();  // this tile is complete
+      __syncthreads();                // and every thread has read the one before it, whose stage is next to be filled
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        const int now = step % 2, next = 1 - now, next_step = (step + 1) % STEPS;
-        if (next_step == 0) {  // every thread has read the stage that this iteration used, and the next one is complete
-          copy_async_wait<STAGES - 2>();
-          __syncthreads();
-          read = read == last_stage ? first_stage : read + STAGE_BYTES;
-        }
+        const int loaded = step % 2, ready = 1 - loaded;
 #pragma unroll
-        for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[next][i], read, i, next_step);
+        for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[loaded][i], read, i, step);
 #pragma unroll
-        for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[next][j], read + LayoutA::BYTES, j, next_step);
-        if (step == 0) {
+        for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[loaded][j], read + LayoutA::BYTES, j, step);
+        if (step == STEPS - 1) {  // after the last ldmatrix, which could not be moved before it
           const int64_t k0 = (k_tile + STAGES - 1) * TILE_K;
           copy_a.copy(write, LayoutA{}, k0);  // past the end of K zeros, with nothing read
           copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k0);
           copy_async_commit();
-              write = write == last_stage ? first_stage : write + STAGE_BYTES;
         }
-#pragma unroll
-        for (int j = 0; j < BLOCKS_N; ++j) {
-#pragma unroll
-          for (int i = 0; i < BLOCKS_M; ++i) {
-            mma_step(acc[i][2 * j], a[now][i], b[now][j][0], b[now][j][1]);
-            mma_step(acc[i][2 * j + 1], a[now][i], b[now][j][2], b[now][j][3]);
-          }
-        }
+        multiply(acc, a[ready], b[ready]);
       }
+      write = read;
+      read = read == last_stage ? first_stage : read + STAGE_BYTES;
     }
+    multiply(acc, a[1], b[1]);
 
     copy_async_wait<0>();
     __syncthreads();

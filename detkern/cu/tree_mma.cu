@@ -1,10 +1,8 @@
 // Contract tree-mma16 (mma.sync.m16n8k16, sm_90 and newer), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type.
 //
-// Tree. At the smallest depth D where no node has more than four leaves, node j has floor((L + bitreverse_D(j)) / 2^D) of the L
-// leaves (merge.cuh says why). Such a node is merged in registers: `right` gathers its right half, `left` holds its left.
-// The 2^D nodes are the leaves of a perfect tree, whose waiting left children MergeLevels keeps in shared memory and scratch.
-// -0 + x is x for every x, so that starting a sum from -0 adds nothing.
+// Tree. node_walk.cuh's nodes of up to four leaves are merged in registers: `right` gathers the right half of one, `left` holds
+// its left half, then the node; MergeLevels has the nodes above. -0 + x is x for every x, so a sum from -0 adds nothing.
 // Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 8 columns of a warp at a time.
 // Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
 // Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K, WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8))
@@ -15,6 +13,7 @@
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
 #include "mma_tile.cuh"
+#include "node_walk.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int WARP_M = TILE_M / WARPS_M;
@@ -23,7 +22,6 @@ constexpr int BLOCKS_M = WARP_M / 16;
 constexpr int BLOCKS_N = WARP_N / 8;
 constexpr int LEAF_K = 32;
 constexpr int STAGE_LEAVES = TILE_K / LEAF_K;
-constexpr int NODE_LEAVES = 4;
 constexpr int BAND = TILE_N > TILE_M ? 16 : 8;  // a wave of CTAs covers about as many rows as columns
 constexpr int WORDS = WARP_M * WARP_N / 64;     // of two outputs, a thread
 constexpr uint32_t MINUS_ZEROS = 0x80008000u;
@@ -44,46 +42,6 @@ static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows m
 static_assert(WARP_N % 32 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 32");
 static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
 static_assert(SMEM_BYTES == LEVELS_AT + SHARED_LEVELS * Levels::LEVEL_BYTES, "shared memory");
-
-// The leaves' way through the nodes of at most NODE_LEAVES.
-class NodeWalk {
- public:
-  DETKERN_INLINE explicit NodeWalk(uint32_t leaves) : leaves_(leaves), node_(0), leaf_(0) { size_ = size(); }
-
-  // D, the depth of these nodes.
-  DETKERN_INLINE int depth() const {
-    const uint32_t quarter = leaves_ / NODE_LEAVES + (leaves_ % NODE_LEAVES != 0);
-    return quarter > 1 ? 32 - __clz(quarter - 1) : 0;
-  }
-
-  DETKERN_INLINE bool ends_left_half() const { return leaf_ + 1 == size_ / 2; }
-  DETKERN_INLINE bool ends_node() const { return leaf_ + 1 == size_; }
-
-  // How many nodes above the current one end with it.
-  DETKERN_INLINE int nodes_ended() const { return __ffs(static_cast<int>(~node_)) - 1; }
-
-  DETKERN_INLINE void step() {
-    if (ends_node()) {
-      leaf_ = 0;
-      ++node_;
-      size_ = size();
-    } else {
-      ++leaf_;
-    }
-  }
-
- private:
-  DETKERN_INLINE uint32_t size() const {
-    const int depth = this->depth();
-    const uint64_t reversed = depth == 0 ? 0 : __brev(node_) >> (32 - depth);
-    return static_cast<uint32_t>((leaves_ + reversed) >> depth);
-  }
-
-  uint32_t leaves_;
-  uint32_t node_;
-  uint32_t size_;  // leaves of the current node
-  uint32_t leaf_;  // within it
-};
 
 DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
 #pragma unroll
@@ -127,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
     copy_async_wait<STAGES - 1>();
     __syncthreads();
     uint32_t a[2][BLOCKS_M][4], b[2][4];  // [step of the leaf], [parity of the block of columns]
-    uint32_t stage = first_stage;
+    uint32_t stage = first_stage, filled = first_stage;
     int leaf_in_stage = 0;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -145,10 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
         if (last && leaf_in_stage == 0) {
           copy_async_wait<STAGES - 2>();  // the next stage is complete
           __syncthreads();                // and every thread has read all it needs of this one
-          const int64_t k0 = static_cast<int64_t>(leaf / STAGE_LEAVES + STAGES) * TILE_K;
-          copy_a.copy(stage, LayoutA{}, k0);  // past the end of K zeros, with nothing read
-          copy_b.copy(stage + LayoutA::BYTES, LayoutB{}, k0);
-          copy_async_commit();
+          filled = stage;
           stage = stage == last_stage ? first_stage : stage + STAGE_BYTES;
         }
         fragment_b.load(b[(j + 1) % 2], stage + LayoutA::BYTES, (j + 1) % BLOCKS_N, leaf_in_stage);
@@ -170,6 +125,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
           }
         }
         __syncwarp();  // or the compiler puts off the sums, which keeps their rounded terms in registers
+      }
+      if (leaf_in_stage == 0) {  // after the last ldmatrix, which could not be moved before it
+        const int64_t k0 = static_cast<int64_t>(leaf / STAGE_LEAVES + STAGES) * TILE_K;
+        copy_a.copy(filled, LayoutA{}, k0);  // past the end of K zeros, with nothing read
+        copy_b.copy(filled + LayoutA::BYTES, LayoutB{}, k0);
+        copy_async_commit();
       }
       if (walk.ends_left_half() || walk.ends_node()) {
         add_words(left, right);
