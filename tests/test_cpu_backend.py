@@ -340,7 +340,7 @@ static void probe(int a_type, int b_type, const char* a, const char* b, const fl
   alignas(64) float memory_acc[COLUMNS];
   std::memcpy(memory_acc, start, sizeof memory_acc);
   Float acc[1][2];
-  load_accumulators(memory_acc, acc);
+  load_accumulators(false, memory_acc, acc);
   step_chain<Rules, 1>(block, 0, 0, 0, 1, a_least, b_least, acc);
   store_accumulators(memory_acc, acc);
   std::memcpy(fast, memory_acc, sizeof memory_acc);

@@ -12,7 +12,8 @@
 
 namespace detkern {
 
-inline float* accumulator_row(float* accumulators, int padded_rows, int panel, int row) {
+template <class T>  // float or const float
+inline T* accumulator_row(T* accumulators, int padded_rows, int panel, int row) {
   return accumulators + (size_t(panel) * padded_rows + row) * COLUMNS;
 }
 
@@ -22,7 +23,7 @@ void load_out(const Job& job, const Tile& tile, float* accumulators, int padded_
 // Adds the float32 `out` to the accumulators, in binary32.
 void add_out(const Job& job, const Tile& tile, float* accumulators, int padded_rows);
 
-// Finishes the accumulators, overwriting them, and stores them to `out`.
-void store_tile(const Job& job, const Tile& tile, float* accumulators, int padded_rows);
+// Finishes the accumulators and stores them to `out`.
+void store_tile(const Job& job, const Tile& tile, const float* accumulators, int padded_rows);
 
 }  // namespace detkern

@@ -9,7 +9,7 @@ namespace {
 
 struct FmaKernel {
   static constexpr int ROWS = FMA_TILE_ROWS, BLOCK_K = 256;
-  static constexpr Limits LIMITS = {ROWS, 516, 512, 1 << 19};
+  static constexpr Limits LIMITS = {ROWS, 348, 512, 1 << 19};
 
   struct Block : Panels<BLOCK_K, false> {
     void pack(const Job& job, const Tile& tile, int64_t k0, int count) { Panels::pack(job, tile, k0, count, 1); }
@@ -18,7 +18,7 @@ struct FmaKernel {
   template <int R>
   static void micro(const Block& block, int row, int panel, int count, float* accumulators) {
     Float acc[R][2];
-    load_accumulators(accumulators, acc);
+    load_accumulators(block.starts, accumulators, acc);
     fma_chain<R>(block, row, panel, 0, count, acc);
     store_accumulators(accumulators, acc);
   }

@@ -24,10 +24,11 @@ inline void fma_chain(const Block& block, int row, int panel, int first_k, int c
   }
 }
 
+// The accumulators of a micro tile, or +0 where the chains start.
 template <int R>
-inline void load_accumulators(const float* memory, Float (&acc)[R][2]) {
+inline void load_accumulators(bool starts, const float* memory, Float (&acc)[R][2]) {
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v) acc[r][v] = load_vector(memory + r * COLUMNS + v * LANES);
+    for (int v = 0; v < 2; ++v) acc[r][v] = starts ? Float{} : load_vector(memory + r * COLUMNS + v * LANES);
 }
 
 template <int R>

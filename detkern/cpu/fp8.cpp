@@ -38,7 +38,7 @@ struct Fp8Kernel {
     Float sum[R][2] = {}, acc[R][2];
     step_chain<HopperFp8Step, R>(block, row, panel, 0, count / HopperFp8Step::GROUP, block.a_smallest, block.b_smallest,
                                  sum);
-    load_accumulators(accumulators, acc);
+    load_accumulators(block.starts, accumulators, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2; ++v) {
         const Float scale = splat(block.a_scale[row + r]) * load_vector(block.b_scale + panel * COLUMNS + v * LANES);

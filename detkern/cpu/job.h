@@ -42,6 +42,8 @@ struct Job {
   int threads;
 };
 
+constexpr int MAX_TILE_SIDE = 512;  // rows, or columns, of the largest tile
+
 // A tile of one output matrix. `a`, `b` and `out` point at its first row, column and element.
 struct Tile {
   int64_t row, column;

@@ -27,7 +27,7 @@ struct MmaKernel {
   template <int R>
   static void micro(const Block& block, int row, int panel, int count, float* accumulators) {
     Float acc[R][2];
-    load_accumulators(accumulators, acc);
+    load_accumulators(block.starts, accumulators, acc);
     step_chain<Rules, R>(block, row, panel, 0, (count + Rules::GROUP - 1) / Rules::GROUP, block.a_smallest,
                          block.b_smallest, acc);
     store_accumulators(accumulators, acc);

@@ -39,6 +39,7 @@ struct Panels {
   static constexpr int PITCH = BLOCK_K + 16;
   static constexpr size_t PANEL = size_t(BLOCK_K) * COLUMNS + 32;
 
+  bool starts = true;  // the chains begin here, from +0: accumulators in memory are not read
   float* a = nullptr;
   int32_t* a_exponents = nullptr;
   float* b = nullptr;

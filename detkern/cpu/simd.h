@@ -71,6 +71,10 @@ inline bool any(Int mask) {
 inline Float round_to_f16(Float value) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+inline void store_f16(char* address, Float value) {
+  const __m256i halves = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), halves);
+}
 inline Float load_f16(const char* address) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
 }
@@ -101,6 +105,10 @@ inline bool any(Int mask) {
 }
 inline Float round_to_f16(Float value) {
   return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_f16(char* address, Float value) {
+  const __m128i halves = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(address), halves);
 }
 inline Float load_f16(const char* address) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(address)));
@@ -146,6 +154,9 @@ inline Float round_to_f16(Float value) {
   for (int i = 0; i < LANES; ++i) value[i] = f16_to_f32(f32_to_f16(value[i]));
   return value;
 }
+inline void store_f16(char* address, Float value) {
+  for (int i = 0; i < LANES; ++i) store<DETKERN_F16>(address + 2 * i, value[i]);
+}
 inline Float load_f16(const char* address) {
   Float result;
   for (int i = 0; i < LANES; ++i) result[i] = f16_to_f32(load_raw<uint16_t>(address + 2 * i));
@@ -172,6 +183,18 @@ inline Float round_to_bf16(Float value) {
   const Int bits = as_int(value);
   const Int rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff;
   return select(value == value, as_float(rounded), value);
+}
+
+// LANES adjacent elements, in which a NaN is canonical in binary32 already.
+template <int DTYPE>
+inline void store_lanes(char* address, Float value) {
+  if constexpr (DTYPE == DETKERN_F32) std::memcpy(address, &value, sizeof value);
+  if constexpr (DTYPE == DETKERN_F16) store_f16(address, value);
+  if constexpr (DTYPE == DETKERN_BF16) {
+    typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
+    const Halves halves = __builtin_convertvector(as_int(round_to_bf16(value)) >> 16, Halves);
+    std::memcpy(address, &halves, sizeof halves);
+  }
 }
 
 }  // namespace detkern

@@ -151,17 +151,19 @@ void run_chain(const Job& job) {
     return size_t(rows) * size_t(columns) * 4 + Kernel::Block::bytes(rows, columns);
   };
   const Cut cut = make_cut(job, Kernel::LIMITS, bytes);
+  static_assert(Kernel::LIMITS.rows <= MAX_TILE_SIDE - Kernel::ROWS && Kernel::LIMITS.columns <= MAX_TILE_SIDE);
   const Scratch scratch(cut.workers, bytes(cut.rows, cut.columns));
   for_each_task(cut.workers, cut.tasks(), [&](int worker, int64_t task) {
     const Tile tile = tile_of(job, cut, task);
     float* accumulators = reinterpret_cast<float*>(scratch.of(worker));
     typename Kernel::Block block;
     block.place(reinterpret_cast<char*>(accumulators + size_t(cut.rows) * cut.columns), cut.rows, cut.columns);
-    std::fill_n(accumulators, size_t(cut.rows) * cut.columns, 0.0f);
     if (job.accumulate) load_out(job, tile, accumulators, cut.rows);
+    if (job.k == 0 && !job.accumulate) std::fill_n(accumulators, size_t(cut.rows) * cut.columns, 0.0f);
     for (int64_t k0 = 0; k0 < job.k; k0 += Kernel::BLOCK_K) {
       const int count = int(std::min<int64_t>(Kernel::BLOCK_K, job.k - k0));
       block.pack(job, tile, k0, count);
+      block.starts = k0 == 0 && !job.accumulate;
       multiply_block<Kernel>(tile, block, count, accumulators, cut.rows);
     }
     store_tile(job, tile, accumulators, cut.rows);
