@@ -157,6 +157,16 @@ def run(
     return chosen
 
 
+def tiles_here(contract: Contract, operand: DType, loads: tuple[geometry.Load, geometry.Load]) -> list[geometry.Tile]:
+    """The tiles that this device can run on these load paths."""
+    return [
+        tile
+        for tile in geometry.tiles_for(contract, operand)
+        if geometry.fits(tile, describe(DEVICE.index).capability)
+        and (tile.strided or geometry.Load.STRIDED not in loads)
+    ]
+
+
 def replay(
     contract: Contract,
     a: np.ndarray,

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import cu_device
 import numpy as np
 import pytest
-from cu_device import DEVICE, PAIR_IDS, PAIRS, Placed, allocate, differing, output, replay, run
+from cu_device import DEVICE, PAIR_IDS, PAIRS, Placed, allocate, differing, output, replay, run, tiles_here
 
 from detkern import operands
 from detkern.backend import Execution
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu.geometry import Load, tiles_for
+from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F32, DType
 from detkern.problem import gemm_problem
 from detkern.tensors import TensorView
@@ -37,10 +37,8 @@ def test_every_tile_on_every_load_path(contract: Contract, dtype: DType) -> None
     # A in rows is K_MAJOR, B in rows is MN_MAJOR; the gathering path takes either.
     modes = {Load.K_MAJOR: ("rows", "columns"), Load.MN_MAJOR: ("columns", "rows"), Load.STRIDED: ("rows", "columns")}
     placed = {(mode, side): Placed((a, b)[side], mode) for mode in ("rows", "columns") for side in (0, 1)}
-    for tile in tiles_for(contract, dtype):
-        for loads in itertools.product(Load, Load):
-            if Load.STRIDED in loads and not tile.strided:
-                continue
+    for loads in itertools.product(Load, Load):
+        for tile in tiles_here(contract, dtype, loads):
             for grid in (None, 5):  # one tile a CTA, and CTAs that walk over several
                 out = output((m, n), F32, "rows", initial)
                 left, right = placed[modes[loads[0]][0], 0], placed[modes[loads[1]][1], 1]

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cu_device import DEVICE, Placed, differing, replay, run, vector
+from cu_device import DEVICE, Placed, differing, replay, run, tiles_here, vector
 
 from detkern import operands
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu.geometry import Load, tiles_for
+from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.tensors import TensorView
 
@@ -59,8 +59,7 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
     a = operands.generate(kind, dtype, (m, k), 1)
     b = operands.generate(kind, dtype, (k, n), 2)
     placed = Placed(a, MODES_OF[loads[0]][0]), Placed(b, MODES_OF[loads[1]][1])
-    tiles = [tile for tile in tiles_for(contract, dtype) if tile.strided or Load.STRIDED not in loads]
-    for turn, tile in enumerate(tiles):
+    for turn, tile in enumerate(tiles_here(contract, dtype, loads)):
         epilogue = (number + turn) % 3
         out_dtype = (dtype, F32, F32)[epilogue]
         bias = operands.generate(kind, (F32, F16, BF16)[number % 3], (n,), 3) if epilogue == 1 else None
