@@ -214,6 +214,7 @@ def explain(
     copies: list[str] = []
     call = Call(((a, "a"), (b, "b"), (bias, "bias")), out, planned_copies=copies)
     plan = _plan(_GEMM, call, trans_a, trans_b, out_dtype, accumulate, contract, backend)
+    call.refuse_overlap()
     problem = plan.problem
     kernel = plan.backend.kernel(problem)
     return Explanation(

@@ -83,13 +83,19 @@ class Call:
         if out is None:
             out = self._lead.empty(self._array, shape, strides, dtype, self.execution)
         else:
-            for (_, name), view in zip(self._operands, self.views, strict=True):
-                if view is not None and overlapping(out, view):
-                    raise ArgumentError(
-                        f"out shares memory with {name}, which is read while out is written; give another out"
-                    )
+            self.refuse_overlap()
         self._result = out
         return out
+
+    def refuse_overlap(self) -> None:
+        """ArgumentError where the caller's `out` shares memory with an operand."""
+        if self.out is None:
+            return
+        for (_, name), view in zip(self._operands, self.views, strict=True):
+            if view is not None and overlapping(self.out, view):
+                raise ArgumentError(
+                    f"out shares memory with {name}, which is read while out is written; give another out"
+                )
 
     def begin(self) -> None:
         """Order the stream after whoever produces the operands on another one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from . import config, registry
 from .backend import Backend
@@ -161,6 +162,11 @@ def _make_plan(
     dtype = _result_type(out, out_dtype, accumulate, left.dtype)
     strides = contiguous_strides(shape)
     if out is None:
+        if 0 not in shape and prod(shape) * dtype.itemsize >= 1 << 63:
+            raise ShapeError(
+                f"{names.left} {list(left.shape)} and {names.right} {list(right.shape)} give a result {list(shape)} "
+                "that exceeds the address space; compute it in pieces"
+            )
         result = TensorView(0, shape, strides, dtype, left.device)
     else:
         _check_out(out, shape)

@@ -303,6 +303,8 @@ def test_explain_says_what_would_run_and_runs_nothing(monkeypatch: pytest.Monkey
     assert "nothing is launched" in detkern.explain(out[:0], out.T).geometry
     with pytest.raises(detkern.ShapeError, match="trans_b=True would fit"):
         detkern.explain(out, out)
+    with pytest.raises(detkern.ArgumentError, match="out shares memory with a"):
+        detkern.explain(out, out.T[:, :3], out=out)
 
 
 def test_a_result_is_new_memory_that_outlives_its_operands() -> None:

@@ -4,6 +4,7 @@ alone, and the next call works."""
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DeviceError, DTypeError, ShapeError
 from detkern.api import block_scaled_gemm
+from detkern.tensors import dlpack
 
 gemm, linear, da, db = detkern.gemm, detkern.linear, detkern.gemm_da, detkern.gemm_db
 
@@ -66,7 +68,7 @@ class CudaInterface:
 
     def __init__(self, **fields: Any) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (4, 8), "typestr": "<f4", "data": (0, False), "version": 3, "strides": None, **fields,
+            "shape": (4, 8), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None, **fields,
         }  # fmt: skip
 
 
@@ -141,6 +143,52 @@ def dual() -> Any:
         return gemm(forward.make_dual(tt(4, 8), tt(4, 8)), tt(8, 3))
 
 
+def under_fake_tensors() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, b = tt(4, 8), tt(8, 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return gemm(a, b)
+
+
+def under_make_fx() -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda x: gemm(x, tt(8, 3)))(tt(4, 8))
+
+
+def under_jit_trace() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch().jit.trace(lambda x: gemm(x, tt(8, 3)), tt(4, 8))
+
+
+def nested() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch().nested.nested_tensor([tt(4, 8), tt(4, 8)])
+
+
+def within_functional_grad() -> Any:
+    a, b = tt(4, 8), tt(8, 3)
+    return torch().func.grad(lambda x: gemm(a, b).sum() + x)(tt())
+
+
+def lying(sizes: tuple[int, ...] = (8, 3), **fields: Any) -> Callable[..., Any]:
+    """An export of a float32 [8, 3] array whose description has these `fields` and `sizes`."""
+
+    def export(**_: Any) -> Any:
+        capsule = f32(8, 3).__dlpack__()
+        tensor, _flags = dlpack._tensor(capsule, "b")
+        for i, size in enumerate(sizes):
+            tensor.shape[i] = size
+        for name, value in fields.items():
+            setattr(tensor, name, value)
+        return capsule
+
+    return export
+
+
 def overlapping_rows() -> np.ndarray:
     return np.lib.stride_tricks.as_strided(f32(20), (4, 3), (4, 4))
 
@@ -178,6 +226,8 @@ BAD = [
     Bad("out would broadcast", lambda o: gemm(A, B, out=f32(1, 3)),
         ShapeError, ("out has shape [1, 3]", "never broadcast")),
     Bad("out has another rank", lambda o: gemm(A, B, out=f32(1, 4, 3)), ShapeError, ("out has shape [1, 4, 3]",)),
+    Bad("result beyond the address space", lambda o: gemm(np.empty((1 << 40, 0), np.float32), np.empty((0, 1 << 40), np.float32)),
+        ShapeError, ("a [1099511627776, 0]", "in pieces")),
     # element types and things that are no arrays
     Bad("a list", lambda o: gemm([[1.0]], B, out=o),
         DTypeError, ("a is no array but list", "np.asarray(a, np.float32)")),
@@ -223,6 +273,9 @@ BAD = [
     Bad("out_dtype a word", lambda o: gemm(A, B, out_dtype="single"), DTypeError, ("out_dtype=single",)),
     Bad("out_dtype fp8", lambda o: gemm(A, B, out_dtype="float8_e4m3fn"), DTypeError, ("out_dtype=float8_e4m3fn",)),
     Bad("out_dtype a list", lambda o: gemm(A, B, out_dtype=["f32"]), DTypeError, ("out_dtype=",)),
+    Bad("out_dtype an array", lambda o: gemm(A, B, out_dtype=f32(1)), DTypeError, ("out_dtype=array([1.]",)),
+    Bad("out_dtype a module", lambda o: gemm(A, B, out_dtype=np), DTypeError, ("out_dtype=<module 'numpy'",)),
+    Bad("out_dtype big-endian", lambda o: gemm(A, B, out_dtype=np.dtype(">f4")), DTypeError, ("out_dtype=>f4",)),
     Bad("out_dtype and out", lambda o: gemm(A, B, out=o, out_dtype="bf16"),
         DTypeError, ("out_dtype=bfloat16", "out is float32", "leave out_dtype away")),
     Bad("accumulate in f16", lambda o: gemm(A, B, out=np.ones((4, 3), np.float16), accumulate=True),
@@ -313,6 +366,15 @@ BAD = [
     Bad("fake", lambda o: gemm(fake_tensor(), tt(8, 3)), DTypeError, ("a is a", "FakeTensor", "plain"), "torch"),
     Bad("vmap", lambda o: torch().func.vmap(lambda x: gemm(x, tt(8, 3)))(tt(2, 4, 8)),
         DTypeError, ("a has no memory of its own", "outside"), "torch"),
+    Bad("plain tensors within torch.func.grad", lambda o: within_functional_grad(),
+        DTypeError, ("no memory of its own", "outside"), "torch"),
+    Bad("under fake tensors", lambda o: under_fake_tensors(), DTypeError, ("FakeTensorMode is tracing",), "torch"),
+    Bad("under make_fx", lambda o: under_make_fx(),
+        DTypeError, ("cannot be traced", "ProxyTorchDispatchMode"), "torch"),
+    Bad("under torch.jit.trace", lambda o: under_jit_trace(),
+        DTypeError, ("cannot be traced", "torch.jit.trace"), "torch"),
+    Bad("nested", lambda o: gemm(nested(), tt(8, 3)),
+        DTypeError, ("a is a nested tensor", "a.to_padded_tensor(0)"), "torch"),
     Bad("torch.func.grad", lambda o: torch().func.grad(lambda x: gemm(x, tt(8, 3)).sum())(tt(4, 8)),
         (DTypeError, ArgumentError), ("a ",), "torch"),
     Bad("storage freed", lambda o: gemm(freed(), tt(8, 3)), ArgumentError, ("a has had its storage freed",), "torch"),
@@ -340,7 +402,22 @@ BAD = [
     # protocols
     Bad("no capsule", lambda o: gemm(WithCapsule(lambda **_: 3), B, out=o),
         DTypeError, ("a.__dlpack__() gave no DLPack capsule",)),
-    Bad("export fails", lambda o: gemm(WithCapsule(lambda **_: 1 / 0), B, out=o), ZeroDivisionError, ("division",)),
+    Bad("export fails", lambda o: gemm(WithCapsule(lambda **_: 1 / 0), B, out=o),
+        DTypeError, ("a will not be exported", "division by zero")),
+    Bad("DLPack device fails", lambda o: gemm(A, WithCapsule(f32(8, 3).__dlpack__, ()), out=o),
+        DeviceError, ("b.__dlpack_device__() names no device",)),
+    Bad("DLPack device is another one", lambda o: gemm(A, WithCapsule(lying(device_type=2), (1, 0)), out=o),
+        DeviceError, ("b.__dlpack_device__() names cpu", "on cuda:0")),
+    Bad("DLPack null pointer", lambda o: gemm(A, WithCapsule(lying(data=None)), out=o),
+        ArgumentError, ("b exports", "[8, 3]", "null pointer")),
+    Bad("DLPack null pointer as out", lambda o: gemm(A, B, out=WithCapsule(lying(data=None))),
+        ArgumentError, ("out exports", "null pointer")),
+    Bad("DLPack negative rank", lambda o: gemm(A, WithCapsule(lying(ndim=-1)), out=o),
+        ArgumentError, ("b exports", "-1 dimensions")),
+    Bad("DLPack without sizes", lambda o: gemm(A, WithCapsule(lying(shape=None)), out=o),
+        ArgumentError, ("b exports", "2 dimensions without their sizes")),
+    Bad("DLPack negative size", lambda o: gemm(A, WithCapsule(lying(sizes=(8, -3))), out=o),
+        ArgumentError, ("b exports", "negative size, [8, -3]")),
     Bad("export refused", lambda o: gemm(WithCapsule(np.ones(2, object).__dlpack__), B, out=o),
         DTypeError, ("a will not be exported",)),
     Bad("DLPack float64", lambda o: gemm(WithCapsule(np.ones((4, 8)).__dlpack__), B, out=o),
@@ -356,6 +433,17 @@ BAD = [
     Bad("CAI float64", lambda o: gemm(A, CudaInterface(typestr="<f8"), out=o), DTypeError, ("b is float64",)),
     Bad("CAI big-endian", lambda o: gemm(A, CudaInterface(typestr=">f4"), out=o), DTypeError, ("b is big-endian",)),
     Bad("CAI mask", lambda o: gemm(A, CudaInterface(mask=f32(1)), out=o), DTypeError, ("b is masked",)),
+    Bad("CAI fails", lambda o: gemm(A, CudaInterface(typestr=None), out=o),
+        DTypeError, ("b.__cuda_array_interface__ cannot be read",)),
+    Bad("CAI without sizes", lambda o: gemm(A, CudaInterface(shape=8), out=o),
+        DTypeError, ("b.__cuda_array_interface__ cannot be read",)),
+    Bad("CAI stream", lambda o: gemm(A, CudaInterface(stream="0"), out=o),
+        DTypeError, ("b.__cuda_array_interface__ cannot be read",)),
+    Bad("CAI negative size", lambda o: gemm(A, CudaInterface(shape=(-4, 8)), out=o), ArgumentError, ("[-4, 8]",)),
+    Bad("CAI strides of another rank", lambda o: gemm(A, CudaInterface(strides=(4,)), out=o),
+        ArgumentError, ("[4, 8]", "(4,) bytes")),
+    Bad("CAI null pointer", lambda o: gemm(A, CudaInterface(data=(0, False)), out=o),
+        ArgumentError, ("b [4, 8]", "null pointer")),
     Bad("CAI odd strides", lambda o: gemm(A, CudaInterface(strides=(33, 4)), out=o),
         ArgumentError, ("b: strides of (33, 4) bytes",)),
 ]  # fmt: skip

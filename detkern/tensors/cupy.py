@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backend import Execution
 from ..dtypes import DTYPES, E4M3, DType
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceError
 from .adapter import Adapter
 from .dlpack import Exported
 from .streams import cupy_runtime, cupy_stream, order
@@ -22,7 +22,10 @@ _TYPES = {dtype.numpy: dtype for dtype in DTYPES}
 
 def current_stream(cupy: Any, device: Device) -> int:
     """The raw handle of CuPy's current stream on `device`."""
-    handle: int = cupy.cuda.get_current_stream(device.index).ptr
+    try:
+        handle: int = cupy.cuda.get_current_stream(device.index).ptr
+    except (cupy.cuda.runtime.CUDARuntimeError, OverflowError) as error:
+        raise DeviceError(f"{device} cannot be used here: {error}") from error
     return handle
 
 

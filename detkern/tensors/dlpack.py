@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType
-from ..errors import DeviceError, DTypeError
+from ..errors import ArgumentError, DeviceError, DTypeError
 from .types import refuse_type
 from .view import Device, contiguous_strides
 
@@ -99,14 +99,27 @@ def _tensor(capsule: Any, argument: str) -> tuple[_Tensor, int]:
     raise DTypeError(f"{argument}.__dlpack__() gave no DLPack capsule")
 
 
-def device_of(code: Any, index: Any, argument: str) -> Device:
-    """The device that `__dlpack_device__` or a capsule names."""
-    kind = _DEVICES.get(int(code))
+def _device(code: int, index: int, argument: str) -> Device:
+    """The device that a DLPack type and ordinal name."""
+    kind = _DEVICES.get(code)
     if kind is None:
-        raise DeviceError(
-            f"{argument} is on a device of DLPack type {int(code)}; detkern reads CPU, CUDA and ROCm memory"
-        )
-    return Device(kind, 0 if kind == "cpu" else int(index))
+        raise DeviceError(f"{argument} is on a device of DLPack type {code}; detkern reads CPU, CUDA and ROCm memory")
+    return Device(kind, 0 if kind == "cpu" else index)
+
+
+def device_of(array: Any, argument: str) -> Device:
+    """The device that the array's `__dlpack_device__` names; DeviceError where it names none."""
+    try:
+        code, index = array.__dlpack_device__()
+        code, index = int(code), int(index)
+    except Exception as error:  # the array's own code, which may raise anything
+        raise DeviceError(f"{argument}.__dlpack_device__() names no device: {_said(error)}") from error
+    return _device(code, index, argument)
+
+
+def _said(error: Exception) -> str:
+    """What an error of somebody else's code says, which may be nothing."""
+    return str(error) or type(error).__name__
 
 
 def read(array: Any, argument: str, cast: str, **keywords: Any) -> Imported:
@@ -120,8 +133,10 @@ def read(array: Any, argument: str, cast: str, **keywords: Any) -> Imported:
             capsule = array.__dlpack__(max_version=(1, 1), **keywords)
         except TypeError:  # written before the keyword existed
             capsule = array.__dlpack__(**keywords)
-    except (BufferError, TypeError, ValueError, RuntimeError) as error:
-        raise DTypeError(f"{argument} will not be exported through DLPack: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the array's own code, which may raise anything
+        raise DTypeError(f"{argument} will not be exported through DLPack: {_said(error)}") from error
     tensor, flags = _tensor(capsule, argument)
     kind = tensor.dtype
     dtype = _TYPES.get((kind.code, kind.bits))
@@ -130,14 +145,20 @@ def read(array: Any, argument: str, cast: str, **keywords: Any) -> Imported:
         found = f"{name}{kind.bits}" if kind.code in (_INT, _UINT, _FLOAT, _COMPLEX) else name
         raise refuse_type(argument, found if kind.lanes == 1 else f"{found} in vectors of {kind.lanes}", cast)
     rank = tensor.ndim
+    if rank < 0 or (rank > 0 and not tensor.shape):
+        raise ArgumentError(f"{argument} exports a DLPack tensor of {rank} dimensions without their sizes")
     shape = tuple(tensor.shape[:rank]) if rank else ()
+    if any(size < 0 for size in shape):
+        raise ArgumentError(f"{argument} exports a DLPack tensor with a negative size, {list(shape)}")
+    if not tensor.data and 0 not in shape:
+        raise ArgumentError(f"{argument} exports a DLPack tensor {list(shape)} without memory (a null pointer)")
     strides = tuple(tensor.strides[:rank]) if rank and tensor.strides else contiguous_strides(shape)
     return Imported(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
         strides,
         dtype,
-        device_of(tensor.device_type, tensor.device_id, argument),
+        _device(tensor.device_type, tensor.device_id, argument),
         bool(flags & _READ_ONLY),
         bool(flags & _COPIED),
         capsule,

@@ -9,11 +9,12 @@ to CuPy's current stream.
 from __future__ import annotations
 
 import sys
+from operator import index
 from typing import Any
 
 from ..backend import Execution
 from ..dtypes import E4M3, F16, F32, DType
-from ..errors import ArgumentError, DTypeError
+from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
 from .dlpack import Exported, device_of, read
@@ -80,15 +81,16 @@ class _DLPack(_Foreign):
     stream_ordered = False
 
     def _read(self, array: Any, argument: str, stream: int | None) -> tuple[TensorView, bool]:
-        code, index = array.__dlpack_device__()
         cast = f"a cast of {argument} to float32"
-        device = device_of(code, index, argument)
+        device = device_of(array, argument)
         if device.kind != "cpu":
             handle = self.execution(device).stream if stream is None else stream
             imported = read(array, argument, cast, stream=handle or 1)
         else:
             imported = read(array, argument, cast)
-        pointer, shape, strides, dtype, device, readonly, copied, owner = imported
+        pointer, shape, strides, dtype, found, readonly, copied, owner = imported
+        if found != device:
+            raise DeviceError(f"{argument}.__dlpack_device__() names {device}, but what it exports is on {found}")
         return TensorView(pointer, shape, strides, dtype, device, readonly, (array, owner)), copied
 
     def view(
@@ -126,45 +128,67 @@ class _CudaArrayInterface(_Foreign):
         return self._strided(array, argument)
 
     def _strided(self, array: Any, argument: str) -> TensorView:
-        interface = array.__cuda_array_interface__
-        if interface.get("mask") is not None:
+        try:
+            interface = array.__cuda_array_interface__
+            mask, typestr, (pointer, readonly) = interface.get("mask"), interface["typestr"], interface["data"]
+            byte_order, kind, size = typestr[0], typestr[1], int(typestr[2:])
+            pointer = index(pointer or 0)
+            shape = tuple(index(size) for size in interface["shape"])
+            steps = interface.get("strides")
+            steps = None if steps is None else tuple(index(step) for step in steps)
+            self._stream(array)
+        except Exception as error:  # the array's own code, which may raise or say anything
+            said = str(error) or type(error).__name__
+            raise DTypeError(f"{argument}.__cuda_array_interface__ cannot be read: {said}") from error
+        if mask is not None:
             raise DTypeError(f"{argument} is masked, and a product has no place for the mask; fill it")
-        typestr = interface["typestr"]
-        dtype = _CAI_TYPES.get(typestr[1:]) if typestr[0] in "<=" else None
+        dtype = _CAI_TYPES.get(typestr[1:]) if byte_order in "<=" else None
         if dtype is None:
-            if typestr[1] == "V":
+            if kind == "V":
                 raise DTypeError(
                     f"{argument} has the type string {typestr!r}, with which __cuda_array_interface__ cannot say "
                     "which type of that size it is; export bfloat16 and float8 through __dlpack__"
                 )
-            if typestr[0] == ">":
+            if byte_order == ">":
                 raise DTypeError(f"{argument} is big-endian ({typestr!r}); convert it to the device's byte order")
-            found = f"{_CAI_NAMES.get(typestr[1], typestr)}{int(typestr[2:]) * 8}"
+            found = f"{_CAI_NAMES.get(kind, typestr)}{size * 8}"
             raise refuse_type(argument, found, f"a cast of {argument} to float32")
-        pointer, readonly = interface["data"]
-        shape = tuple(interface["shape"])
-        steps = interface.get("strides")
+        if any(n < 0 for n in shape) or (steps is not None and len(steps) != len(shape)):
+            raise ArgumentError(
+                f"{argument} has the shape {list(shape)} and strides of {steps} bytes, which fit no array"
+            )
+        if not pointer and 0 not in shape:
+            raise ArgumentError(f"{argument} {list(shape)} is at a null pointer")
         if steps is None:
             strides = contiguous_strides(shape)
         elif any(step % dtype.itemsize for step in steps):
             raise ArgumentError(
-                f"{argument}: strides of {tuple(steps)} bytes are no multiples of its {dtype.itemsize}-byte elements; "
+                f"{argument}: strides of {steps} bytes are no multiples of its {dtype.itemsize}-byte elements; "
                 "give a contiguous array"
             )
         else:
             strides = tuple(step // dtype.itemsize for step in steps)
-        return TensorView(pointer, shape, strides, dtype, self._device(pointer), bool(readonly), array)
+        return TensorView(pointer, shape, strides, dtype, self._device(pointer, argument), bool(readonly), array)
 
-    def _device(self, pointer: int) -> Device:
+    @staticmethod
+    def _stream(array: Any) -> int | None:
+        """The raw handle of the stream that produces the array; None where it need not be waited for."""
+        stream = array.__cuda_array_interface__.get("stream")
+        return None if stream is None else index(stream)
+
+    def _device(self, pointer: int, argument: str) -> Device:
         runtime = cupy_runtime(Device("cuda")).cuda.runtime
-        return Device("cuda", runtime.pointerGetAttributes(pointer).device if pointer else runtime.getDevice())
+        try:
+            return Device("cuda", runtime.pointerGetAttributes(pointer).device if pointer else runtime.getDevice())
+        except runtime.CUDARuntimeError as error:
+            raise DeviceError(f"{argument} is on no CUDA device that can be used here: {error}") from error
 
     def join(self, array: Any, execution: Execution) -> None:
-        if stream := array.__cuda_array_interface__.get("stream"):
+        if (stream := self._stream(array)) is not None:
             order(execution.device, stream, execution.stream)
 
     def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
-        if stream := array.__cuda_array_interface__.get("stream"):
+        if (stream := self._stream(array)) is not None:
             order(execution.device, execution.stream, stream)
         elif written:
             synchronize(execution.device, execution.stream)

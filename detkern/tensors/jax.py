@@ -71,11 +71,7 @@ class _Jax(Adapter):
             array.block_until_ready()
             imported = read(array, argument, f"{argument}.astype(jnp.float32)")
         else:
-            try:
-                code, index = array.__dlpack_device__()
-            except BufferError as error:
-                raise DeviceError(f"{argument} is on {holder}: {error}") from None
-            device = device_of(code, index, argument)
+            device = device_of(array, argument)
             self._jax_devices.setdefault(device, holder)
             handle = self.execution(device).stream if stream is None else stream
             # 0 is ambiguous in DLPack; 1 is the legacy default stream that CUDA means by it.

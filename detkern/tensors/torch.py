@@ -79,16 +79,22 @@ class _Torch(Adapter):
         device = self._devices.get(array.device) or self._device(array, argument)
         try:
             pointer = array.data_ptr()
+            shape, strides = tuple(array.shape), array.stride()
         except RuntimeError as error:
+            if array.is_nested:
+                raise DTypeError(
+                    f"{argument} is a nested tensor, which has no one shape; give a dense one, as in "
+                    f"{argument}.to_padded_tensor(0)"
+                ) from None
             raise DTypeError(
                 f"{argument} has no memory of its own (a tensor inside torch.func, torch.compile or a tracer): {error}"
                 "; call detkern outside of the transform"
             ) from None
-        if pointer == 0 and array.numel():
+        if pointer == 0 and 0 not in shape:
             raise ArgumentError(
                 f"{argument} has had its storage freed (resized to 0 bytes); restore it before the call"
             )
-        return TensorView(pointer, tuple(array.shape), array.stride(), dtype, device, False, array)
+        return TensorView(pointer, shape, strides, dtype, device, False, array)
 
     def _checked(self, array: Any, argument: str) -> DType:
         """The type of a tensor that is not plainly a dense one, or why it is refused."""
@@ -136,7 +142,20 @@ class _Torch(Adapter):
         self._torch_devices[device] = array.device
         return device
 
+    def _refuse_tracers(self) -> None:
+        """Raise where PyTorch records or replaces operations: work on raw pointers would be missing from the record, and
+        new tensors have no memory."""
+        torch = self._torch
+        tracer = "torch.jit.trace" if torch._C._get_tracing_state() is not None else None
+        if torch._C._len_torch_dispatch_stack():
+            for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+                if getattr(mode, "_mode_key", None) is not None:  # PyTorch's own: fake tensors, make_fx, functionalize
+                    tracer = type(mode).__qualname__
+        if tracer is not None:
+            raise DTypeError(f"detkern's work cannot be traced, and {tracer} is tracing; call detkern outside of it")
+
     def execution(self, device: Device) -> Execution:
+        self._refuse_tracers()
         kind, index = device.kind, device.index
         if kind == "cpu":
             stream = 0
@@ -165,7 +184,14 @@ class _Torch(Adapter):
         self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, execution: Execution
     ) -> TensorView:
         array = self._torch.empty(shape, dtype=self._torch_types[dtype], device=self._torch_devices[execution.device])
-        return TensorView(array.data_ptr(), shape, strides, dtype, execution.device, False, array)
+        try:
+            pointer = array.data_ptr()
+        except RuntimeError as error:  # torch.func wraps even tensors that are new
+            raise DTypeError(
+                f"the result would have no memory of its own inside torch.func: {error}; call detkern outside of the "
+                "transform"
+            ) from None
+        return TensorView(pointer, shape, strides, dtype, execution.device, False, array)
 
     def wrote(self, array: Any) -> None:
         # Autograd must learn that a tensor which it may have saved has changed. Inference tensors have no version.

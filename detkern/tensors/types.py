@@ -34,11 +34,15 @@ def dtype_argument(value: Any, argument: str = "out_dtype") -> DType:
         name = value
     elif type(value).__module__ == "torch":
         name = str(value).removeprefix("torch.")
-    else:
+    elif isinstance(value, np.dtype):
+        name = value.name if value.isnative else value.str
+    elif isinstance(value, type):
         try:
-            name = np.dtype(value).name if value is not None else "None"
+            name = np.dtype(value).name
         except TypeError:
             name = repr(value)
+    else:
+        name = f"{value!r:.80}"  # not np.dtype(value), which reads an array as its type, and much else
     dtype = by_name(name)
     if dtype not in OUTPUTS:
         raise DTypeError(f"{argument}={name} cannot be a result's type; float32, float16 and bfloat16 can")
