@@ -173,36 +173,41 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(recipe: Recipe, compiler: Compiler, library: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{recipe.name}-", dir=library.parent) as scratch:
-        objects, running = [], []
-        for source in recipe.sources:
-            made = Path(scratch) / (source.stem + ".o")
-            objects.append(str(made))
-            running.append(_start([*compiler.command, *recipe.flags, "-c", str(source), "-o", str(made)], scratch))
-        failures = [failure for process in running if (failure := _finish(*process))]
-        if failures:
-            raise BuildError("\n\n".join(failures))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in recipe.sources]
+        compile_one = [*compiler.command, *recipe.flags, "-c"]
+        _run([[*compile_one, str(s), "-o", o] for s, o in zip(recipe.sources, objects, strict=True)], scratch)
         linked = Path(scratch) / library.name
-        command = [*compiler.command, *recipe.flags, *objects, *recipe.link_flags, "-o", str(linked)]
-        if failure := _finish(*_start(command, scratch)):
-            raise BuildError(failure)
+        _run([[*compiler.command, *recipe.flags, *objects, *recipe.link_flags, "-o", str(linked)]], scratch)
         os.chmod(linked, 0o755)
+        with open(linked, "rb") as file:
+            os.fsync(file.fileno())  # a crash of the machine must not leave the name without the content
         os.replace(linked, library)
 
 
-def _start(command: list[str], folder: str) -> tuple[list[str], subprocess.Popen[str]]:
+def _run(commands: list[list[str]], folder: str) -> None:
+    """Run all commands at once; BuildError with each one that failed and what it printed."""
+    environment = {**os.environ, "TMPDIR": folder}
+    processes: list[subprocess.Popen[str]] = []
+    failures = []
     try:
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env={**os.environ, "TMPDIR": folder},
-        )  # fmt: skip
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=folder, env=environment, text=True, errors="replace",
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+        for command, process in zip(commands, processes, strict=True):
+            output, _ = process.communicate()
+            if process.returncode:
+                said = f"the compiler failed with status {process.returncode}: {shlex.join(command)}"
+                failures.append(f"{said}\n{output.strip()}")
     except OSError as error:
-        raise BuildError(f"{shlex.join(command)}: {error}") from error
-    return command, process
-
-
-def _finish(command: list[str], process: subprocess.Popen[str]) -> str | None:
-    """Wait; None, or the command with what the compiler said."""
-    output, _ = process.communicate()
-    if process.returncode == 0:
-        return None
-    return f"the compiler failed with status {process.returncode}: {shlex.join(command)}\n{output.strip()}"
+        raise BuildError(f"{commands[0][0]} cannot be run: {error}") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if failures:
+        raise BuildError("\n\n".join(failures))
