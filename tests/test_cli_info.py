@@ -135,3 +135,11 @@ def test_a_wrong_environment_variable_is_one_line_and_exit_code_2() -> None:
         assert done.returncode == 2
         assert done.stderr.startswith(f"Error: {variable}: ")
         assert "Traceback" not in done.stderr
+
+
+def test_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process started with `>&-` has no sys.stdout."""
+    from detkern.cli.output import terminal
+
+    monkeypatch.setattr(sys, "stdout", None)
+    terminal().print("to nobody")

@@ -197,6 +197,80 @@ def test_expected_errors(folder: Path, arguments: list[str], said: str) -> None:
     assert "Traceback" not in result.output
 
 
+def header(text: str, major: int = 1) -> bytes:
+    """The start of a .npy file."""
+    length = struct.pack("<H" if major == 1 else "<I", len(text))
+    return b"\x93NUMPY" + bytes([major, 0]) + length + text.encode()
+
+
+def described(shape: str) -> bytes:
+    return header("{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + "}") + bytes(32)
+
+
+def tensor(**entry: Any) -> bytes:
+    text = json.dumps({"x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **entry}}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(24)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "said"),
+    [
+        (".npy", described(f"({1 << 70},)"), "bytes, more than memory holds"),
+        (".npy", described(f"({1 << 60},)"), "bytes, more than memory holds"),
+        (".npy", described(f"({1 << 32}, {1 << 32})"), "more than memory holds"),  # 2^64 elements are not 0
+        (".npy", described("(-1,)"), "its shape is (-1,)"),
+        (".npy", described("(True, 3)"), "its shape is (True, 3)"),
+        (".npy", described("6"), "its shape is 6"),
+        (
+            ".npy",
+            header("{'descr': '<f4', 'fortran_order': 'no', 'shape': (2, 3)}") + bytes(24),
+            "fortran_order is 'no'",
+        ),
+        (".npy", header("-" * 60_000), "is no readable .npy file"),
+        (".npy", header("{}", 9), "version 9"),
+        (".safetensors", tensor(data_offsets=[-8, 16]), "x would begin 8 bytes before the data"),
+        (".safetensors", tensor(shape=[-2, -3]), "its shape is (-2, -3)"),
+        (".safetensors", tensor(shape=[2.0, 3]), "its shape is (2.0, 3)"),
+        (".safetensors", struct.pack("<Q", 100_000) + b"[" * 100_000, "is no readable .safetensors file"),
+    ],
+)
+def test_files_that_claim_what_cannot_be(folder: Path, suffix: str, content: bytes, said: str) -> None:
+    np.save("b.npy", np.ones((3, 2), np.float32))
+    Path(f"a{suffix}").write_bytes(content)
+    result = run(f"a{suffix}", "b.npy", "--contract", "fma", "--expect", "b.npy")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr) < 400
+
+
+def test_archives_that_zipfile_cannot_read(folder: Path) -> None:
+    np.savez("whole.npz", x=np.ones((2, 3), np.float32))
+    whole = Path("whole.npz").read_bytes()
+    entry = whole.index(b"PK\1\2")
+    for offset, value, said in (
+        (6, 249, "version"),  # needed to extract
+        (8, 0x40, "encryption"),  # flags
+        (8, 0x01, "encrypted"),
+        (10, 97, "compression"),  # method
+    ):
+        torn = bytearray(whole)
+        torn[entry + offset] = value
+        torn[offset - 2] = value  # the same in the member's own header
+        Path("torn.npz").write_bytes(torn)
+        result = run("torn.npz:x", "torn.npz:x", "--contract", "fma", "--expect", "torn.npz:x")
+        assert result.exit_code == 2
+        assert "torn.npz is no readable .npz file" in result.stderr
+        assert said in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_an_error(folder: Path) -> None:
+    np.save("one.npy", np.ones((1, 1), np.float32))
+    result = run("one.npy", "one.npy", "--contract", "fma", "--expect", "one.npy", "--json", "/dev/full")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "/dev/full: No space left on device" in result.stderr
+
+
 def test_vectors(folder: Path) -> None:
     a, b = generate("normal", F32, (9,), 1), generate("normal", F32, (9,), 2)
     c = np.asarray(detkern.gemm(a, b, contract="fma"))

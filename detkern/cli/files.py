@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import lzma
+import math
 import os
 import re
 import struct
@@ -32,8 +34,8 @@ SUFFIXES = (".npy", ".npz", ".safetensors")
 _SAFETENSORS = {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
 # What reading a file of another content raises.
 _MALFORMED = (
-    ValueError, LookupError, TypeError, AttributeError, SyntaxError, EOFError, struct.error, zlib.error,
-    zipfile.BadZipFile,
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, EOFError, MemoryError, RuntimeError,
+    struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
 )  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors format, in bytes
 
@@ -109,6 +111,8 @@ def _read_npy(file: IO[bytes], location: Location) -> npt.NDArray[Any]:
     """The array of a .npy stream (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)."""
     with _wrong_format(location, ".npy"):
         major, _ = np.lib.format.read_magic(file)
+        if major not in (1, 2, 3):
+            raise ValueError(f"its format has version {major}; 1 to 3 are known")
         size = struct.unpack("<H", _exactly(file, 2))[0] if major == 1 else struct.unpack("<I", _exactly(file, 4))[0]
         header = ast.literal_eval(_exactly(file, size).decode("latin1" if major < 3 else "utf8"))
         descr, shape, fortran = header["descr"], header["shape"], header["fortran_order"]
@@ -116,13 +120,25 @@ def _read_npy(file: IO[bytes], location: Location) -> npt.NDArray[Any]:
         dtype = E5M2.numpy if descr in ("<f1", "|f1") else np.dtype(descr)
         if dtype.hasobject:
             raise ValueError("it holds Python objects")
-        count = int(np.prod(shape, dtype=np.int64))
+        count = _count(shape)
+        if not isinstance(fortran, bool):
+            raise TypeError(f"its fortran_order is {fortran!r}")
         data = np.frombuffer(_exactly(file, count * dtype.itemsize), dtype, count)
         return data.reshape(shape, order="F" if fortran else "C")
 
 
+def _count(shape: Any) -> int:
+    """How many elements an array of the shape in a file's header has."""
+    if not isinstance(shape, (tuple, list)) or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"its shape is {shape!r}")
+    return math.prod(shape)
+
+
 def _exactly(file: IO[bytes], size: int) -> bytes:
-    data = file.read(size)
+    try:
+        data = file.read(size)
+    except (MemoryError, OverflowError):
+        raise ValueError(f"it claims {size} bytes, more than memory holds") from None
     if len(data) != size:
         raise ValueError(f"it ends {size - len(data)} bytes early")
     return data
@@ -135,7 +151,8 @@ def _wrong_format(location: Location, suffix: str) -> Iterator[None]:
     except _MALFORMED as error:
         if isinstance(error, DetkernError):
             raise
-        raise ArgumentError(f"{location.path} is no readable {suffix} file: {error}") from None
+        said = str(error) or type(error).__name__
+        raise ArgumentError(f"{location.path} is no readable {suffix} file: {said:.200}") from None
 
 
 def _pick(location: Location, keys: list[str]) -> str:
@@ -174,7 +191,9 @@ def _load_safetensors(location: Location) -> npt.NDArray[Any]:
             known = ", ".join(_SAFETENSORS)
             raise DTypeError(f"{location.path}:{key} holds {entry['dtype']}; a product takes {known}")
         shape = tuple(entry["shape"])
-        if end - start != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
+        if start < 0:
+            raise ValueError(f"{key} would begin {-start} bytes before the data")
+        if end - start != _count(shape) * dtype.itemsize:
             raise ShapeError(f"{location.path}:{key}: {end - start} bytes do not make {shape} of {dtype}")
         file.seek(8 + size + start)
         patterns = np.frombuffer(_exactly(file, end - start), dtype.bits.newbyteorder("<"))

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, DTypeError
 from .compare import Comparison, compare
 from .files import Location, load
 from .options import CONTRACT, NAMES, array_file, element_type
-from .output import is_stdout
+from .output import is_stdout, write
 
 __all__ = ["replay"]
 
@@ -147,8 +147,7 @@ def _report(outcome: Comparison, c: Location, contract: str, expected: npt.NDArr
     what = f"{c}: {shape} {expected.dtype}, contract {contract}"
     if json_file is not None:
         record = {"expect": str(c), "contract": contract, "shape": expected.shape, "dtype": str(expected.dtype)}
-        json.dump({**record, "equal": not outcome.differing, **asdict(outcome)}, json_file, indent=2)
-        json_file.write("\n")
+        write(json_file, json.dumps({**record, "equal": not outcome.differing, **asdict(outcome)}, indent=2) + "\n")
         if is_stdout(json_file):
             return
     if not outcome.differing:

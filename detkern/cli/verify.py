@@ -22,7 +22,7 @@ from ..operands import VERSION
 from ..registry import backend_names
 from ..tensors import Device
 from .options import CONTRACT, NAMES, device
-from .output import is_stdout, terminal
+from .output import is_stdout, terminal, write
 from .page import page
 from .properties import FULL, QUICK, Effort, Property
 from .references import PROPERTIES
@@ -85,10 +85,9 @@ def verify(
     seconds = time.perf_counter() - started
     failed = [result for result in results if result.status == "FAILED"]
     if json_file is not None:
-        json.dump(_record(results, effort, seconds), json_file, indent=1)
-        json_file.write("\n")
+        write(json_file, json.dumps(_record(results, effort, seconds), indent=1) + "\n")
     if html_file is not None:
-        html_file.write(page(results, properties, effort, seconds))
+        write(html_file, page(results, properties, effort, seconds))
     if not is_stdout(json_file):
         _print(terminal(), results, properties, seconds, effort)
     sys.exit(1 if failed else 0)
