@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from .contracts import Contract, get_contract
@@ -64,10 +64,11 @@ def _parse_threads(value: Any) -> int | None:
         return None
     try:
         count = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         count = 0
-    if count < 1 or isinstance(value, bool) or (not isinstance(value, str) and count != value):
-        raise ArgumentError(f"num_threads must be a whole number of at least 1, or None, not {value!r}")
+    # The upper end is that of the C ABI's field.
+    if not 1 <= count < 1 << 31 or isinstance(value, bool) or (not isinstance(value, str) and count != value):
+        raise ArgumentError(f"num_threads must be a whole number from 1 to 2^31 - 1, or None, not {value!r}")
     return count
 
 
@@ -78,6 +79,8 @@ def _parse_path(value: Any) -> Path | None:
         return Path(value).expanduser()
     except TypeError:
         raise ArgumentError(f"cache_dir must be a path or None, not {value!r}") from None
+    except RuntimeError as error:  # ~ of a user who is not known here
+        raise ArgumentError(f"cache_dir={value!r}: {error}") from None
 
 
 def configured_contract(dtype: DType) -> Contract | None:
@@ -114,7 +117,8 @@ class _Config(ModuleType):
         if name == "contract":
             global _bound
             _bound = _parse_contract(value)
-            value = dict(value) if isinstance(value, Mapping) else value  # later changes of the caller's have no effect
+            # Later changes of the caller's have no effect, and changes in place are refused rather than ignored.
+            value = MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
         elif name == "num_threads":
             value = _parse_threads(value)
         elif name == "cache_dir":
@@ -123,6 +127,9 @@ class _Config(ModuleType):
             raise ArgumentError(f"detkern.config has no setting {name!r}; it has contract, num_threads and cache_dir")
         _refused.pop(name, None)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise ArgumentError(f"detkern.config.{name} cannot be deleted; set it to None for the default")
 
 
 def _from_environment() -> None:

@@ -46,6 +46,14 @@ def test_a_mapping_is_copied() -> None:
     mine["bf16"] = "tree"
     assert config.contract == {"f32": "fma"}
     assert configured_contract(BF16) is None
+    with pytest.raises(TypeError):
+        config.contract["bf16"] = "tree"
+
+
+def test_settings_are_not_deleted() -> None:
+    with pytest.raises(detkern.ArgumentError, match="set it to None"):
+        del config.contract
+    assert config.contract is None
 
 
 @pytest.mark.parametrize(
@@ -55,11 +63,14 @@ def test_a_mapping_is_copied() -> None:
      ("contract", {"f32": "mma16"}, detkern.ArgumentError, "mma16 does not take f32; it takes f16, bf16"),
      ("contract", 16, detkern.ArgumentError, "a contract's name, a mapping"),
      ("contract", "f32=", detkern.ContractUnsupported, "contract=''"),
-     ("num_threads", 0, detkern.ArgumentError, "at least 1"),
-     ("num_threads", True, detkern.ArgumentError, "at least 1"),
+     ("num_threads", 0, detkern.ArgumentError, "from 1 to"),
+     ("num_threads", True, detkern.ArgumentError, "from 1 to"),
+     ("num_threads", float("inf"), detkern.ArgumentError, "not inf"),
+     ("num_threads", 1 << 32, detkern.ArgumentError, "not 4294967296"),
      ("num_threads", "many", detkern.ArgumentError, "'many'"),
      ("num_threads", 2.5, detkern.ArgumentError, "2.5"),
      ("cache_dir", 7, detkern.ArgumentError, "cache_dir must be a path"),
+     ("cache_dir", "~nobody-of-this-name/x", detkern.ArgumentError, "home directory"),
      ("precision", "high", detkern.ArgumentError, "no setting 'precision'; it has contract, num_threads and")],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: object, error: type, said: str) -> None:
