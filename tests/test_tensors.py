@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -206,6 +209,21 @@ def test_jax_layouts_and_devices() -> None:
     assert view.readonly
     assert view.pointer == array.unsafe_buffer_pointer()
     assert same(ndarray_of(view_of(array.T @ jax.numpy.eye(3))), values.T.copy())  # still being computed, perhaps
+
+
+def test_a_jax_result_is_on_the_device_of_its_operand() -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    code = """
+import jax, detkern
+third = jax.devices("cpu")[2]
+a = jax.device_put(jax.numpy.ones((2, 3)), third)
+for rows in (2, 0):
+    result = detkern.gemm(a[:rows], a.T)
+    print(result.devices() == {third}, float(result.sum()))
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    ran = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "12.0", "True", "0.0"]
 
 
 def test_out_types_and_their_refusal() -> None:

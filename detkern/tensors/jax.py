@@ -111,11 +111,13 @@ class _Jax(Adapter):
         return TensorView(imported.pointer, shape, strides, dtype, device, False, (array, imported.owner))
 
     def result(self, like: Any, view: TensorView, execution: Execution) -> Any:
+        (holder,) = like.devices()
         if 0 in view.shape:
-            (holder,) = like.devices()
             return self._jax.device_put(np.empty(view.shape, view.dtype.numpy), holder)
         if execution.device.kind == "cpu":
-            return self._from_dlpack(Exported(view.array, view.dtype, view.array.__dlpack__))
+            array = self._from_dlpack(Exported(view.array, view.dtype, view.array.__dlpack__))
+            # JAX may divide a host into several devices and takes DLPack memory as the first one's.
+            return array if array.devices() == {holder} else self._jax.device_put(array, holder)
         # Imported anew, because only an array that comes from outside waits for the stream of the work.
         keep(execution.device, execution.stream, view.array)
         return self._from_dlpack(view.array[0])
