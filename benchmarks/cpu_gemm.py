@@ -217,7 +217,7 @@ def main() -> int:
     record = {
         "what": "cpu gemm", "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": None, "cpu": cpu_model(), "driver": None, "versions": versions(),
-        "command": "python -m benchmarks.cpu_gemm", "sources": sources(), "rows": rows,
+        "load_average": list(os.getloadavg()), "command": "python -m benchmarks.cpu_gemm", "sources": sources(), "rows": rows,
     }  # fmt: skip
     (folder / "gemm.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {(folder / 'gemm.json').relative_to(ROOT)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
 import subprocess
 from itertools import product
@@ -183,6 +184,24 @@ def test_strides_and_alignment_change_nothing(contract: Contract, dtype: DType) 
             assert differing(gemm(contract, a, b, out=out, initial=initial), accumulated) == 0
         row, column = np.broadcast_to(a[:1], a.shape), np.broadcast_to(b[:, :1], b.shape)
         assert differing(gemm(contract, row, column), np.broadcast_to(want[:1, :1], want.shape)) == 0
+
+
+@pytest.mark.parametrize(("contract", "dtype"), [(FMA, F32), (MMA16, BF16), (TREE, F16)], ids=str)
+def test_strides_beyond_32_bits(contract: Contract, dtype: DType) -> None:
+    far = (1 << 31) + 3  # elements between rows of a, columns of b, and rows of out
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE: only the pages that are touched exist
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    memory = np.frombuffer(mmap.mmap(-1, 8 * (far + 64), flags=flags), np.uint8)
+
+    def spread(shape: tuple[int, int], strides: tuple[int, int], element: DType, first: int) -> np.ndarray:
+        size = element.itemsize
+        return np.ndarray(shape, element.numpy, memory, first * size, [stride * size for stride in strides])
+
+    a, b = operands.generate("wide", dtype, (2, 20), 33), operands.generate("wide", dtype, (20, 2), 34)
+    far_a, far_b = spread((2, 20), (far, 1), dtype, 0), spread((20, 2), (1, -far), dtype, far + 32)
+    far_a[...], far_b[...] = a, b
+    want = numpy_replay.gemm(contract, a, b, out_dtype=F16)
+    assert differing(gemm(contract, far_a, far_b, out=spread((2, 2), (far, 1), F16, far * 2 - 32)), want) == 0
 
 
 def test_batches_of_any_rank_and_stride() -> None:
