@@ -17,7 +17,8 @@ from .call import Call
 from .contracts import get_contract
 from .dtypes import DType
 from .errors import ArgumentError
-from .plan import GemmPlan, Names, plan_block_scaled, plan_gemm
+from .plan import Names, Plan, plan_block_scaled, plan_gemm
+from .problem import GemmProblem
 from .tensors import dtype_argument
 
 __all__ = ["Explanation", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]
@@ -313,7 +314,7 @@ def _plan(
     accumulate: bool,
     contract: str | None,
     backend: str | None,
-) -> GemmPlan:
+) -> Plan[GemmProblem]:
     left, right, bias = call.views
     if contract is not None and type(contract) is not str:
         get_contract(contract)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Generic, TypeVar
 
 from . import config, registry
 from .backend import Backend
@@ -16,17 +17,17 @@ from .contracts import FP8_BLOCK128, Contract, get_contract
 from .dtypes import F32, DType
 from .errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
 from .problem import BlockScaledProblem, GemmProblem, block_scaled_problem, gemm_problem
-from .tensors import TensorView, contiguous_strides, describe
+from .tensors import Device, TensorView, contiguous_strides, describe
 from .tensors.overlap import self_overlapping
 from .tensors.types import FP8, OUTPUTS
 
-__all__ = [
-    "BlockScaledPlan", "GemmPlan", "Names", "forget_plans", "plan_block_scaled", "plan_gemm",
-]  # fmt: skip
+__all__ = ["Names", "Plan", "forget_plans", "plan_block_scaled", "plan_gemm"]
+
+_P = TypeVar("_P", GemmProblem, BlockScaledProblem)
 
 # Plans kept at once; when there are more, all are forgotten (a loop over that many shapes gains nothing from any).
 _KEPT = 4096
-_plans: dict[object, GemmPlan] = {}
+_plans: dict[object, Plan[GemmProblem]] = {}
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,10 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class GemmPlan:
+class Plan(Generic[_P]):
     """What one kind of call will do. shape, strides and dtype are those of a new result."""
 
-    problem: GemmProblem
-    backend: Backend
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DType
-    empty: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BlockScaledPlan:
-    """The same for block_scaled_gemm, whose plans are not kept."""
-
-    problem: BlockScaledProblem
+    problem: _P
     backend: Backend
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,7 +68,7 @@ def plan_gemm(
     accumulate: bool,
     contract: str | None,
     backend: str | None,
-) -> GemmPlan:
+) -> Plan[GemmProblem]:
     """The plan of a product of views as the caller gave them."""
     configured = None if contract is not None else config.configured_contract(left.dtype)
     key = (
@@ -127,7 +116,7 @@ def _make_plan(
     contract: str | None,
     configured: Contract | None,
     backend: str | None,
-) -> GemmPlan:
+) -> Plan[GemmProblem]:
     _check_operand_types(names, left, right)
     if names.function == "linear" and len(right.shape) != 2:
         raise ShapeError(f"{names.right} has shape {list(right.shape)}; linear needs [N, K], two dimensions")
@@ -160,17 +149,7 @@ def _make_plan(
             )
             raise ShapeError(f"bias has shape {list(bias.shape)}; {names.function} needs {wanted}")
     dtype = _result_type(out, out_dtype, accumulate, left.dtype)
-    strides = contiguous_strides(shape)
-    if out is None:
-        if 0 not in shape and prod(shape) * dtype.itemsize >= 1 << 63:
-            raise ShapeError(
-                f"{names.left} {list(left.shape)} and {names.right} {list(right.shape)} give a result {list(shape)} "
-                "that exceeds the address space; compute it in pieces"
-            )
-        result = TensorView(0, shape, strides, dtype, left.device)
-    else:
-        _check_out(out, shape)
-        result = out
+    result = _result_view(out, shape, dtype, left.device)
     chosen = _contract(names, left, contract, configured, backend)
     problem = gemm_problem(
         chosen,
@@ -180,14 +159,8 @@ def _make_plan(
         bias,
         accumulate,
     )
-    return GemmPlan(
-        problem,
-        registry.select("gemm", problem, backend),
-        shape,
-        strides,
-        dtype,
-        0 in shape,
-    )
+    chosen_backend = registry.select("gemm", problem, backend)
+    return Plan(problem, chosen_backend, shape, contiguous_strides(shape), dtype, 0 in shape)
 
 
 def _check_operand_types(names: Names, left: TensorView, right: TensorView) -> None:
@@ -291,6 +264,16 @@ def _result_type(out: TensorView | None, out_dtype: DType | None, accumulate: bo
     return out.dtype
 
 
+def _result_view(out: TensorView | None, shape: tuple[int, ...], dtype: DType, device: Device) -> TensorView:
+    """The caller's `out`, checked, or a view of the memory that a new result will have."""
+    if out is not None:
+        _check_out(out, shape)
+        return out
+    if 0 not in shape and prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ShapeError(f"the result would have shape {list(shape)}, beyond the address space; compute it in pieces")
+    return TensorView(0, shape, contiguous_strides(shape), dtype, device)
+
+
 def _check_out(out: TensorView, shape: tuple[int, ...]) -> None:
     """Errors for an `out` of another shape than the result's, or one that cannot be written as it is."""
     if out.shape != shape:
@@ -328,7 +311,7 @@ def plan_block_scaled(
     out_dtype: DType | None,
     accumulate: bool,
     backend: str | None,
-) -> BlockScaledPlan:
+) -> Plan[BlockScaledProblem]:
     """The plan of an `fp8-block128` product."""
     for view, argument in ((a, "a"), (b, "b")):
         if view.dtype not in FP8:
@@ -349,12 +332,10 @@ def plan_block_scaled(
     _need_shape(scale_a, "scale_a", (m, k // block), f"one scale per row of a and block of {block} k")
     _need_shape(scale_b, "scale_b", (k // block, n), f"one scale per block of {block} k and column of b")
     dtype = _result_type(out, out_dtype, accumulate, F32)
-    if out is not None:
-        _check_out(out, (m, n))
-    result = TensorView(0, (m, n), (n, 1), dtype, a.device) if out is None else out
+    result = _result_view(out, (m, n), dtype, a.device)
     problem = block_scaled_problem(FP8_BLOCK128, a, scale_a, b, scale_b, result, accumulate)
     chosen = registry.select("block_scaled_gemm", problem, backend)
-    return BlockScaledPlan(problem, chosen, (m, n), (n, 1), dtype, 0 in (m, n))
+    return Plan(problem, chosen, (m, n), contiguous_strides((m, n)), dtype, 0 in (m, n))
 
 
 def _need_matrix(view: TensorView, argument: str) -> None:

@@ -31,6 +31,7 @@ from detkern.tensors import (
     streams,
 )
 from detkern.tensors.numpy import CPU, NUMPY, host_memory, ndarray_of
+from detkern.tensors.view import element_strides
 
 
 def view_of(array: Any) -> TensorView:
@@ -199,6 +200,14 @@ def test_dlpack_shapes_without_strides_and_with_an_offset() -> None:
 
     view = view_of(Wrapper())
     assert (view.pointer, view.shape, view.strides) == (memory.ctypes.data + 8, (4,), (1,))
+
+
+def test_a_stride_that_is_never_used_may_be_anything() -> None:
+    assert element_strides((2, 3), (12, 4), 4) == (3, 1)
+    assert element_strides((1, 3), (7, 4), 4) == (0, 1)
+    assert element_strides((0, 3), (6, 3), 2) == (3, 0)
+    assert element_strides((2, 3), (-7, -3), 1) == (-7, -3)
+    assert element_strides((2, 3), (-6, 3), 2) is None
 
 
 def test_jax_layouts_and_devices() -> None:

@@ -13,7 +13,7 @@ from .adapter import Adapter
 from .dlpack import Exported
 from .streams import cupy_runtime, cupy_stream, order
 from .types import refuse_type
-from .view import Device, TensorView, contiguous_strides
+from .view import Device, TensorView, contiguous_strides, element_strides
 
 __all__ = ["cupy_adapter", "cupy_memory", "current_stream", "exported", "external_execution"]
 
@@ -91,18 +91,20 @@ class _CuPy(Adapter):
         device = self._devices.get(index)
         if device is None:
             device = self._devices[index] = Device(self._kind, index)
-        size = dtype.itemsize
         shape = array.shape
-        if any(step % size for step in array.strides):
-            reason = f"{argument}: strides of {array.strides} bytes are no multiples of its {size}-byte elements"
+        strides = element_strides(shape, array.strides, dtype.itemsize)
+        if strides is None:
+            reason = (
+                f"{argument}: strides of {array.strides} bytes are no multiples of its {dtype.itemsize}-byte elements"
+            )
             if writable:
                 raise ArgumentError(f"{reason}; give one whose strides are, such as a contiguous array")
+            strides = contiguous_strides(shape)
             if planned_copies is not None:
                 planned_copies.append(reason)
-                return TensorView(0, shape, contiguous_strides(shape), dtype, device)
+                return TensorView(0, shape, strides, dtype, device)
             with self._cupy.cuda.Device(index):
                 array = self._cupy.ascontiguousarray(array)
-        strides = tuple([step // size for step in array.strides])
         return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)
 
     def execution(self, device: Device) -> Execution:

@@ -21,7 +21,7 @@ from .dlpack import Exported, device_of, read
 from .numpy import CPU, host_memory, scratch
 from .streams import cupy_runtime, keep, order, synchronize
 from .types import refuse_type
-from .view import Device, TensorView, contiguous_strides
+from .view import Device, TensorView, contiguous_strides, element_strides
 
 __all__ = ["CUDA_ARRAY_INTERFACE", "DLPACK"]
 
@@ -159,15 +159,12 @@ class _CudaArrayInterface(_Foreign):
             )
         if not pointer and 0 not in shape:
             raise ArgumentError(f"{argument} {list(shape)} is at a null pointer")
-        if steps is None:
-            strides = contiguous_strides(shape)
-        elif any(step % dtype.itemsize for step in steps):
+        strides = contiguous_strides(shape) if steps is None else element_strides(shape, steps, dtype.itemsize)
+        if strides is None:
             raise ArgumentError(
                 f"{argument}: strides of {steps} bytes are no multiples of its {dtype.itemsize}-byte elements; "
                 "give a contiguous array"
             )
-        else:
-            strides = tuple(step // dtype.itemsize for step in steps)
         return TensorView(pointer, shape, strides, dtype, self._device(pointer, argument), bool(readonly), array)
 
     @staticmethod

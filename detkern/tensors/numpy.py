@@ -11,7 +11,7 @@ from ..dtypes import DTYPES, E4M3, DType
 from ..errors import ArgumentError, DTypeError
 from .adapter import Adapter
 from .types import refuse_type
-from .view import Device, TensorView, contiguous_strides
+from .view import Device, TensorView, contiguous_strides, element_strides
 
 __all__ = ["CPU", "NUMPY", "host_memory", "ndarray_of", "scratch"]
 
@@ -64,30 +64,19 @@ class _NumPy(Adapter):
         dtype = _TYPES.get(array.dtype)
         if dtype is None or type(array) is not np.ndarray:
             dtype = self._checked(array, argument)
-        size = dtype.itemsize
-        strides = array.strides
-        if size > 1 and any(step & (size - 1) for step in strides):
-            # A stride of a dimension with fewer than two elements is never used.
-            if all(step % size == 0 for n, step in zip(array.shape, strides, strict=True) if n > 1):
-                strides = tuple(step if n > 1 else 0 for n, step in zip(array.shape, strides, strict=True))
-            else:
-                reason = f"{argument}: strides of {strides} bytes are no multiples of its {size}-byte elements"
-                if writable:
-                    raise ArgumentError(f"{reason}; give one whose strides are, such as a contiguous array")
-                if planned_copies is not None:
-                    planned_copies.append(reason)
-                    return TensorView(0, array.shape, contiguous_strides(array.shape), dtype, CPU)
-                array = np.ascontiguousarray(array)
-                strides = array.strides
-        return TensorView(
-            array.ctypes.data,
-            array.shape,
-            strides if size == 1 else tuple([step // size for step in strides]),
-            dtype,
-            CPU,
-            not array.flags.writeable,
-            array,
-        )
+        strides = element_strides(array.shape, array.strides, dtype.itemsize)
+        if strides is None:
+            reason = (
+                f"{argument}: strides of {array.strides} bytes are no multiples of its {dtype.itemsize}-byte elements"
+            )
+            if writable:
+                raise ArgumentError(f"{reason}; give one whose strides are, such as a contiguous array")
+            strides = contiguous_strides(array.shape)
+            if planned_copies is not None:
+                planned_copies.append(reason)
+                return TensorView(0, array.shape, strides, dtype, CPU)
+            array = np.ascontiguousarray(array)
+        return TensorView(array.ctypes.data, array.shape, strides, dtype, CPU, not array.flags.writeable, array)
 
     def _checked(self, array: Any, argument: str) -> DType:
         """The type of an array that is not plainly an ndarray of a known type, or why it is refused."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dtypes import DType
 
-__all__ = ["Device", "TensorView", "contiguous_strides", "describe"]
+__all__ = ["Device", "TensorView", "contiguous_strides", "describe", "element_strides"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,21 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def element_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Strides of bytes in elements, or None where one is no multiple of the element's size.
+
+    The stride of a dimension of size one, and every stride of an empty array, is never used and may be anything: it
+    becomes 0 where it is no multiple.
+    """
+    if itemsize == 1:
+        return strides
+    if any(step % itemsize for step in strides):
+        if 0 not in shape and any(n > 1 and step % itemsize for n, step in zip(shape, strides, strict=True)):
+            return None
+        strides = tuple(0 if step % itemsize else step for step in strides)
+    return tuple([step // itemsize for step in strides])
 
 
 def describe(view: TensorView) -> str:
