@@ -159,11 +159,11 @@ def run(
 
 def tiles_here(contract: Contract, operand: DType, loads: tuple[geometry.Load, geometry.Load]) -> list[geometry.Tile]:
     """The tiles that this device can run on these load paths."""
+    capability = describe(DEVICE.index).capability
     return [
         tile
         for tile in geometry.tiles_for(contract, operand)
-        if geometry.fits(tile, describe(DEVICE.index).capability)
-        and (tile.strided or geometry.Load.STRIDED not in loads)
+        if geometry.fits(tile, capability) and loads in tile.loads
     ]
 
 

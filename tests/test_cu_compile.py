@@ -57,19 +57,22 @@ ARCHITECTURES = {
 }
 # The most registers a thread may have, by tile. Each must leave room for the CTAs that the table promises an SM.
 REGISTERS = {
-    ("fma", "128x256x8"): 255,
-    ("fma", "128x128x8"): 168,
+    ("fma", "128x128x8"): 255,
     ("fma", "64x64x16"): 128,
-    ("tree", "128x256x8"): 255,
-    ("tree", "128x128x8"): 168,
-    ("tree", "64x64x16"): 168,
+    ("fma", "32x128x16"): 128,
+    ("tree", "128x128x8"): 255,
+    ("tree", "64x64x16"): 128,
+    ("mma", "128x256x64"): 255,
     ("mma", "128x256x32"): 255,
     ("mma", "128x128x32"): 255,
-    ("mma", "64x64x64"): 168,
+    ("mma", "64x128x64"): 128,
+    ("mma", "64x64x64"): 255,
+    ("mma", "32x64x128"): 128,
+    ("mma", "16x64x128"): 128,
     ("tree_wgmma", "128x256x32"): 168,  # on average: its warp groups change their shares when they start
-    ("tree_mma", "128x256x32"): 255,
-    ("tree_mma", "128x128x64"): 200,
+    ("tree_mma", "128x128x32"): 255,
     ("tree_mma", "64x64x64"): 168,
+    ("tree_mma", "32x64x64"): 168,
 }
 # Of which contract the largest tile is compiled.
 LARGEST_ON = {"sm_80": MMA8, "sm_89": MMA8, "sm_100a": TREE_MMA16, "sm_120": MMA16}
@@ -101,16 +104,20 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     """On sm_90a all tiles, with the load paths and the 16-bit types (whose code differs in the conversions alone) going
-    round, and the gathering path of each kernel; on the others the smallest tile of each contract, and the largest that
+    round, and the gathering path of each kernel; on the others each contract's tile for any strides, or the largest that
     fits of the tensor-core ones in turn."""
-    turns = [(Load.K_MAJOR, Load.K_MAJOR), (Load.MN_MAJOR, Load.MN_MAJOR), (Load.K_MAJOR, Load.MN_MAJOR)]
     number = 0
+
+    def turn(tile: Tile) -> tuple[Load, Load]:
+        vector = sorted(loads for loads in tile.loads if Load.STRIDED not in loads)
+        return vector[number % len(vector)]
+
     for contract in (FMA, TREE, MMA16, TREE_MMA16):
         for tile in tiles_for(contract, BF16):
             for operand in (F32, (F16, BF16)[number % 2]) if contract == FMA else ((F16, BF16)[number % 2],):
                 number += 1
-                yield Case("sm_90a", contract, operand, tile, turns[number % len(turns)])
-            if tile.strided:
+                yield Case("sm_90a", contract, operand, tile, turn(tile))
+            if (Load.STRIDED, Load.STRIDED) in tile.loads:
                 yield Case("sm_90a", contract, operand, tile, (Load.STRIDED, Load.STRIDED))
     for architecture, capability in ARCHITECTURES.items():
         if architecture == "sm_90a":
@@ -120,8 +127,13 @@ def _cases() -> Iterator[Case]:
             fitting = [tile for tile in tiles_for(contract, operand) if fits(tile, capability)]
             assert fitting, f"{contract} has no tile for {architecture}"
             number += 1
-            tile = fitting[0 if contract == LARGEST_ON.get(architecture) else -1]
-            yield Case(architecture, contract, operand, tile, turns[number % len(turns)])
+            tile = fitting[0] if contract == LARGEST_ON.get(architecture) else gathering(fitting)
+            yield Case(architecture, contract, operand, tile, turn(tile))
+
+
+def gathering(tiles: list[Tile]) -> Tile:
+    """The tile that takes any strides: what every device can run."""
+    return next(tile for tile in tiles if (Load.STRIDED, Load.STRIDED) in tile.loads)
 
 
 CASES = list(_cases())

@@ -40,15 +40,20 @@ def test_every_contract_but_fp8_has_tiles_for_all_its_operands() -> None:
         if contract != FP8_BLOCK128:
             for operand in contract.operands:
                 tiles = tiles_for(contract, operand)
-                assert any(tile.strided for tile in tiles), "a tile must take any strides"
-                assert all(tile.rate > 0 and 32 <= tile.threads <= 1024 for tile in tiles)
+                for loads in itertools.product(Load, Load):
+                    assert any(loads in tile.loads for tile in tiles), "some tile must take any strides"
+                for tile in tiles:
+                    assert 32 <= tile.threads <= 1024
+                    assert 0 < tile.alone_us <= tile.wave_us
+                    assert (tile.alone_us == tile.wave_us) == (tile["CTAS_PER_SM"] == 1)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 @pytest.mark.parametrize("contract", KERNELS, ids=str)
-def test_every_capability_has_a_tile_for_any_strides(contract: Contract, capability: tuple[int, int]) -> None:
+def test_every_capability_has_a_tile_for_all_load_paths(contract: Contract, capability: tuple[int, int]) -> None:
     for operand in contract.operands:
-        assert any(tile.strided and fits(tile, capability) for tile in tiles_for(contract, operand))
+        for loads in itertools.product(Load, Load):
+            assert any(loads in tile.loads and fits(tile, capability) for tile in tiles_for(contract, operand))
 
 
 @pytest.mark.parametrize(
@@ -112,20 +117,31 @@ def test_gathered_operands_get_a_tile_that_takes_them() -> None:
     problem = gemm_problem(MMA16, a, b, _view((4096, 4096), (4096, 1), BF16), None, False)
     launch = choose(problem, HOPPER, 132)
     assert launch.load_a == Load.STRIDED
-    assert launch.tile.strided
+    assert (launch.load_a, launch.load_b) in launch.tile.loads
 
 
 @pytest.mark.parametrize("contract", KERNELS, ids=str)
 def test_a_launch_names_everything_that_its_kernel_needs(contract: Contract) -> None:
     launch = choose(_problem(contract, 1000, 1000, 1000), HOPPER, 132)
     macros = dict(launch.build.macros)
-    assert launch.build.source == geometry.source_of(contract)
+    assert launch.build.source == f"{launch.tile.table}.cu"
     assert macros["OPERAND"] == BF16.code
     assert (macros["LOAD_A"], macros["LOAD_B"]) == (1, 2)
     assert macros["SMEM_BYTES"] == launch.build.shared_bytes
     assert ("MMA_K" in macros) == (contract in (MMA16, MMA8))
     assert launch.threads == 32 * macros["WARPS_M"] * macros["WARPS_N"]
     assert len(macros) == len(launch.build.macros)
+
+
+def test_wgmma_computes_tree_mma16_on_hopper_alone_and_not_what_must_be_gathered() -> None:
+    problem = _problem(TREE_MMA16, 4096, 4096, 4096)
+    assert choose(problem, HOPPER, 132).build.source == "tree_wgmma.cu"
+    for capability in ((10, 0), (12, 0)):
+        assert choose(problem, capability, 132).build.source == geometry.source_of(TREE_MMA16) == "tree_mma.cu"
+    assert choose(_problem(TREE_MMA16, 64, 64, 4096), HOPPER, 132).build.source == "tree_mma.cu"
+    a, b = _view((4096, 4096), (4097, 1), BF16), _view((4096, 4096), (4096, 1), BF16)
+    gathered = gemm_problem(TREE_MMA16, a, b, _view((4096, 4096), (4096, 1), BF16), None, False)
+    assert choose(gathered, HOPPER, 132).build.source == "tree_mma.cu"
 
 
 def test_grid_is_a_cta_a_tile_up_to_what_a_grid_can_count() -> None:

@@ -6,10 +6,9 @@ import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import product
 
 from ..contracts import Contract
-from .geometry import Load, build_for, fits, tiles_for
+from .geometry import build_for, fits, tiles_for
 from .loader import KernelBuild, compiled_image
 
 __all__ = ["builds", "compile_ahead"]
@@ -22,9 +21,8 @@ def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[K
         for operand in contract.operands:
             for tile in tiles_for(contract, operand):
                 if fits(tile, capability):
-                    for load_a, load_b in product(Load, Load):
-                        if tile.strided or Load.STRIDED not in (load_a, load_b):
-                            result[build_for(contract, operand, tile, load_a, load_b)] = None
+                    for load_a, load_b in sorted(tile.loads):
+                        result[build_for(contract, operand, tile, load_a, load_b)] = None
     return list(result)
 
 

@@ -1,9 +1,10 @@
 """Which tile computes a problem, and the launch that follows from it. None of it can change a bit.
 
-The tables are tiles/<kernel>.json, one object a tile: its macros, the operand types it is for where not for all, whether
-it also takes operands that must be gathered (`strided`), and the multiply-adds it does at most in a given time compared
-with the other tiles of its table (`rate`). Each kernel file says in its head what its macros mean and how much shared memory and scratch
-they need; those formulas are repeated here.
+The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the load paths of A and B that it is built for
+("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
+multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
+--tiles`); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
+how much shared memory and scratch they need; those formulas are repeated here.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ __all__ = [
 
 _TABLES = Path(__file__).parent / "tiles"
 _TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
+# Kernels that one generation of devices has besides, by its compute capability: a table may name tiles of theirs too.
+_TABLES_BESIDES = {TREE_MMA16: ("tree_wgmma",)}
+_CAPABILITY_OF = {"tree_wgmma": (9, 0)}
 _GRID_LIMIT = 2**31 - 1  # blocks along x
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
@@ -69,14 +73,16 @@ class Tile:
 
     macros:  (name, value) pairs that the kernel is compiled with.
     operands: the types it is for; none: all that the contract takes.
-    strided: whether it is built for operands that must be gathered element by element.
+    loads:   the pairs of load paths that it is built for.
+    wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it.
     """
 
     table: str
     macros: tuple[tuple[str, int], ...]
     operands: tuple[DType, ...]
-    strided: bool
-    rate: float
+    loads: frozenset[tuple[Load, Load]]
+    wave_us: float
+    alone_us: float
 
     def __getitem__(self, macro: str) -> int:
         return dict(self.macros)[macro]
@@ -103,26 +109,36 @@ class Launch:
     scratch_bytes: int
 
 
+def _loads(text: str | list[str]) -> frozenset[tuple[Load, Load]]:
+    if isinstance(text, str):
+        text = [a + b for a in "SKM" for b in "SKM" if text == "any" or "S" not in a + b]
+    return frozenset((_LETTERS[pair[0]], _LETTERS[pair[1]]) for pair in text)
+
+
+_LETTERS = {"S": Load.STRIDED, "K": Load.K_MAJOR, "M": Load.MN_MAJOR}
+
+
 @functools.cache
 def _table(name: str) -> tuple[Tile, ...]:
     rows = json.loads((_TABLES / f"{name}.json").read_text())
     result = []
     for row in rows:
         operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
-        strided, rate = row.pop("strided"), row.pop("rate")
-        result.append(Tile(name, tuple(row.items()), operands, strided, rate))
+        loads, wave = _loads(row.pop("loads")), row.pop("wave_us")
+        alone = row.pop("alone_us", wave)
+        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone))
     return tuple(result)
 
 
 @functools.cache
 def tiles_for(contract: Contract, operand: DType) -> tuple[Tile, ...]:
-    """Every tile that computes `contract` on operands of that type, in the table's order."""
-    rows = _table(_TABLE_OF[contract])
+    """Every tile that computes `contract` on operands of that type, in the tables' order."""
+    rows = [tile for name in (*_TABLES_BESIDES.get(contract, ()), _TABLE_OF[contract]) for tile in _table(name)]
     return tuple(tile for tile in rows if not tile.operands or operand in tile.operands)
 
 
 def source_of(contract: Contract) -> str:
-    """The kernel file that computes `contract`."""
+    """The kernel file that computes `contract` on every device; a generation of devices may have another besides."""
     return f"{_TABLE_OF[contract]}.cu"
 
 
@@ -131,20 +147,22 @@ def _shared_bytes(tile: Tile) -> int:
     m, n, k, stages = (tile[name] for name in ("TILE_M", "TILE_N", "TILE_K", "STAGES"))
     if tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
+    elif tile.table == "tree_wgmma":
+        needed = 2 * stages * k * (m + n) + 16 * stages
     else:
         needed = max(2 * stages * k * (m + n), tile["WARPS_M"] * tile["WARPS_N"] * 64 * (n // tile["WARPS_N"] + 8))
-    if tile.table in ("tree", "tree_mma"):
+    if tile.table in ("tree", "tree_mma", "tree_wgmma"):
         needed += tile["SHARED_LEVELS"] * _level_bytes(tile)
     return needed
 
 
 def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
     """GemmParams::scratch: a slot a CTA with the levels of a tree that do not fit its shared memory."""
-    if tile.table not in ("tree", "tree_mma"):
+    if tile.table not in ("tree", "tree_mma", "tree_wgmma"):
         return 0
     leaves = -(-k // 32)
     levels = (max(leaves, 1) - 1).bit_length()  # the ceiling of log2
-    if tile.table == "tree_mma":
+    if tile.table != "tree":
         levels = max(0, levels - 2)  # nodes of up to four leaves stay in registers
     return grid * max(0, levels - tile["SHARED_LEVELS"]) * _level_bytes(tile)
 
@@ -173,8 +191,8 @@ def shared_limit(capability: tuple[int, int]) -> int:
 
 
 def fits(tile: Tile, capability: tuple[int, int]) -> bool:
-    """Whether a device of that capability has the shared memory that the tile needs."""
-    return _shared_bytes(tile) <= shared_limit(capability)
+    """Whether a device of that capability has the instructions and the shared memory that the tile needs."""
+    return _CAPABILITY_OF.get(tile.table, capability) == capability and _shared_bytes(tile) <= shared_limit(capability)
 
 
 def _load_path(matrix: Matrix, mn_stride: int, k_stride: int) -> Load:
@@ -226,18 +244,20 @@ def launch_for(
 
 
 def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
-    """The launch that the tables predict to be fastest: full waves of CTAs times the time of one wave."""
+    """The launch that the tables predict to be fastest: full waves of CTAs, then what is left on the multiprocessors."""
 
     def predicted(tile: Tile) -> float:
         at_once = tile["CTAS_PER_SM"]
-        waves = -(-_tile_count(problem, tile) // (multiprocessors * at_once))
-        return waves * at_once * tile["TILE_M"] * tile["TILE_N"] / tile.rate
+        waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
+        if left == 0:
+            return waves * tile.wave_us
+        on_one = -(-left // multiprocessors)
+        more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
+        return waves * tile.wave_us + tile.alone_us + more
 
-    gathered = Load.STRIDED in load_paths(problem)
+    loads = load_paths(problem)
     candidates = [
-        tile
-        for tile in tiles_for(problem.contract, problem.a.dtype)
-        if fits(tile, capability) and (tile.strided or not gathered)
+        tile for tile in tiles_for(problem.contract, problem.a.dtype) if fits(tile, capability) and loads in tile.loads
     ]
     if not candidates:
         raise DeviceError(
