@@ -2,7 +2,8 @@
 
 Needs a CUDA device, PyTorch and CuPy. Each row's products run inside CUDA graphs, over sets of random operands that together
 pass twice the L2 cache, detkern and its peer in turn; times are medians over the turns, in µs a product of x[M, K] @
-w[N, K].T. Host times are of the calls alone. `--tiles` also times every tile of the tables in its own row. Writes
+w[N, K].T. Host times are of the calls alone. `--tiles` also times every tile, in
+the two numbers that the tile tables hold. Writes
 <DIR or benchmarks/results/<gpu>>/cuda-gemm.json and ends with status 1 if a target is missed.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import time
@@ -35,8 +37,6 @@ TARGETS: list[tuple[str, str, str, float, tuple[tuple[int, int, int], ...]]] = [
     ("tree-mma16", "bfloat16", "bfloat16", 2.0, (SQUARE, DEEP)),
     ("tree-mma16", "float16", "float16", 2.0, (SQUARE, DEEP)),
 ]
-# Shapes for --tiles: what the choice between tiles depends on.
-TILE_SHAPES = [(m, 4096, 4096) for m in (16, 64, 256, 1024, 4096)] + [(1024, 1024, 4096)]
 
 
 def _operands(m: int, n: int, k: int, dtype: Any, count: int) -> list[tuple[Any, Any, Any]]:
@@ -195,7 +195,8 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def tile_rows() -> list[dict[str, Any]]:
-    """Every tile of the tables on a range of shapes."""
+    """`wave_us` and `alone_us` of every tile, as the tables define them: 4096 k with CTAS_PER_SM CTAs on each
+    multiprocessor, and with one. Both operands K_MAJOR."""
     import torch
 
     from detkern.backend import Execution
@@ -209,6 +210,7 @@ def tile_rows() -> list[dict[str, Any]]:
     device = Device("cuda", 0)
     facts = describe(0)
     rows = []
+    k = 4096
 
     def view(tensor: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> TensorView:
         return TensorView(tensor.data_ptr(), shape, strides, dtype, device, array=tensor)
@@ -217,42 +219,45 @@ def tile_rows() -> list[dict[str, Any]]:
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         return view(memory, (size,), (1,), by_name("e4m3"))
 
+    def calls(contract: Any, dtype: Any, tile: Any, ctas: int) -> list[Callable[[], Any]]:
+        """Calls whose tiles are `ctas` on each multiprocessor."""
+        count = facts.multiprocessors * ctas
+        across = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
+        m, n = tile["TILE_M"] * across, tile["TILE_N"] * (count // across)
+        result = []
+        for x, w, out in _operands(m, n, k, getattr(torch, dtype.name), _sets(m, n, k, dtype.itemsize)):
+            a, b = view(x, (m, k), (k, 1), dtype), view(w, (k, n), (1, k), dtype)
+            c = view(out, (m, n), (n, 1), dtype)
+            problem = gemm_problem(contract, a, b, c, None, False)
+            chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
+
+            def call(problem: Any = problem, a: Any = a, b: Any = b, c: Any = c, chosen: Any = chosen) -> None:
+                stream = torch.cuda.current_stream().cuda_stream
+                launch.launch(problem, a, b, c, None, Execution(device, stream, allocate), chosen)
+
+            result.append(call)
+        return result
+
     for contract_name, dtype_name in (
         ("fma", "float32"),
+        ("fma", "bfloat16"),
         ("tree", "bfloat16"),
         ("mma16", "bfloat16"),
         ("tree-mma16", "bfloat16"),
     ):
         contract, dtype = get_contract(contract_name), by_name(dtype_name)
         assert dtype is not None
-        for m, n, k in TILE_SHAPES:
-            sets = _operands(m, n, k, getattr(torch, dtype_name), _sets(m, n, k, dtype.itemsize))
-            peers: dict[str, list[Callable[[], Any]]] = {}
-            for tile in geometry.tiles_for(contract, dtype):
-                calls = []
-                for x, w, out in sets:
-                    a, b = view(x, (m, k), (k, 1), dtype), view(w, (k, n), (1, k), dtype)
-                    c = view(out, (m, n), (n, 1), dtype)
-                    problem = gemm_problem(contract, a, b, c, None, False)
-                    chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
-
-                    def call(problem: Any = problem, a: Any = a, b: Any = b, c: Any = c, chosen: Any = chosen) -> None:
-                        stream = torch.cuda.current_stream().cuda_stream
-                        launch.launch(problem, a, b, c, None, Execution(device, stream, allocate), chosen)
-
-                    calls.append(call)
-                peers[str(tile)] = calls
-            chosen_tile = str(geometry.choose(problem, facts.capability, facts.multiprocessors).tile)
-            found = medians(peers)
-            for name, microseconds in found.items():
-                rows.append(
-                    {
-                        "contract": contract_name, "type": dtype_name, "m": m, "n": n, "k": k, "tile": name,
-                        "detkern_us": round(microseconds, 2), "chosen": name == chosen_tile,
-                    }
-                )  # fmt: skip
-                _show(rows[-1])
-            del sets, peers
+        for tile in geometry.tiles_for(contract, dtype):
+            if (geometry.Load.K_MAJOR, geometry.Load.K_MAJOR) not in tile.loads:
+                continue
+            sides = {"wave_us": calls(contract, dtype, tile, tile["CTAS_PER_SM"])}
+            if tile["CTAS_PER_SM"] > 1:
+                sides["alone_us"] = calls(contract, dtype, tile, 1)
+            found = {name: round(microseconds, 1) for name, microseconds in medians(sides).items()}
+            in_table = {"table_wave_us": tile.wave_us, "table_alone_us": tile.alone_us}
+            rows.append({"contract": contract_name, "type": dtype_name, "tile": str(tile), **found, **in_table})
+            _show(rows[-1])
+            del sides
             torch.cuda.empty_cache()
     return rows
 
