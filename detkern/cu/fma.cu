@@ -62,14 +62,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
       MainLoop loop(p, batch_offset(p, p.a_batch, target.batch), batch_offset(p, p.b_batch, target.batch), target.row,
                     target.column, shared_address(shared));
-      int64_t whole = p.k / TILE_K;
-      if (whole > 0) {
-        loop.start();
-        do {
-          loop.advance(acc, --whole > 0);
-        } while (whole > 0);
-      }
-      if (p.k % TILE_K != 0) loop.finish(acc, static_cast<int>(p.k % TILE_K));
+      const int64_t whole = p.k / TILE_K;
+      if (whole > 0) loop.start(whole);
+      for (int64_t left = whole - 1; left >= 0; --left) loop.advance(acc, left);
+      if (p.k % TILE_K != 0) loop.finish(acc, p.k);
       __syncthreads();  // before the next tile reuses the stages
     }
     forget(tile);  // so that nothing of the epilogue is computed early and held in registers through the main loop

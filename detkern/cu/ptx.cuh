@@ -9,6 +9,12 @@
 // Hides where a value came from: what is derived from it afterwards is derived anew.
 DETKERN_INLINE void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 
+template <typename Element>
+DETKERN_INLINE const Element* forgotten(const Element* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // The thread's index in its CTA (10.1), read where it stands: a compiler may not move it, nor what follows from it.
 DETKERN_INLINE int thread_index() {
   int thread;
@@ -63,18 +69,6 @@ DETKERN_INLINE void load_global_if(bool wanted, const void* source, uint32_t (&w
                : "l"(source), "r"(static_cast<int>(wanted)));
 }
 
-DETKERN_INLINE void load_global_if(bool wanted, const uint32_t* source, uint32_t& word) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
-               : "+r"(word)
-               : "l"(source), "r"(static_cast<int>(wanted)));
-}
-
-DETKERN_INLINE void load_global_if(bool wanted, const uint16_t* source, uint32_t& word) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.u16 %0, [%1];}"
-               : "+r"(word)
-               : "l"(source), "r"(static_cast<int>(wanted)));
-}
-
 // ---- asynchronous copies (9.7.9.25.3) -----------------------------------------------------------------------------
 
 // Copies `bytes` (0 to 16) of a 16-byte aligned chunk and fills the rest of the 16 with zeros; nothing is read for 0.
@@ -82,7 +76,14 @@ DETKERN_INLINE void copy_async_16(uint32_t shared, const void* global, int bytes
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+DETKERN_INLINE void copy_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 DETKERN_INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all of this thread's copies.
+DETKERN_INLINE void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's latest groups are in flight.
 template <int PENDING>
@@ -228,6 +229,11 @@ DETKERN_INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
 
 DETKERN_INLINE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all of this thread's cp.async so far are complete (9.7.13.15.14); one of the barrier's `arrivals`.
+DETKERN_INLINE void copy_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits for the end of the phase of this parity: the first has 0; before it, the one of parity 1 counts as ended.

@@ -31,15 +31,6 @@ struct Chunk {
     load_global_if(wanted, source, words);
   }
 
-  // The first `count` of four elements, where a line may end before the chunk does.
-  DETKERN_INLINE void load_some(const Element* source, int count) {
-    static_assert(HALVES, "f32 lines are copied by cp.async");
-    load_global_if(count == 4, source, words);
-    load_global_if(count == 2 || count == 3, reinterpret_cast<const uint32_t*>(source), words[0]);
-    load_global_if(count == 1, source, words[0]);
-    load_global_if(count == 3, source + 2, words[1]);
-  }
-
   DETKERN_INLINE void gather(const Element* source, int64_t stride, int elements) {
     if constexpr (HALVES) words[0] = words[1] = 0;
 #pragma unroll
@@ -85,15 +76,16 @@ class OperandStage {
     if constexpr (LOAD == MN_MAJOR) {
       pointer_ = first + (mn0 + chunk() * CHUNK) + line() * k_stride;
       inside_ = clamp(mn_size - mn0 - chunk() * CHUNK, CHUNK);
+      cut_ = mn_size - mn0 < EXTENT_MN && mn_size % CHUNK != 0;
     } else {
       pointer_ = first + (mn0 + line()) * mn_stride + chunk() * CHUNK * k_stride_;
       inside_ = clamp(mn_size - mn0 - line(), LINES);
     }
   }
 
-  // Starts the copy of the next tile, `k_in_tile` deep (EXTENT_K where not TAIL), where `wanted`. What is outside in M (N)
-  // may be anything, what is beyond `k_in_tile` as well. `stage` is where an asynchronous copy goes. `wanted` is a
-  // predicate of the loads, not a branch, behind which the compiler would move them to the end of the main loop.
+  // Starts the copy of the tile that `step` last went to, `k_in_tile` deep (EXTENT_K where not TAIL), where `wanted`. What
+  // is outside in M (N) may be anything, what is beyond `k_in_tile` as well. `stage` is where an asynchronous copy goes.
+  // `wanted` is a predicate of the loads, not a branch, behind which the compiler would move them.
   template <bool TAIL>
   DETKERN_INLINE void fetch(uint32_t stage, int k_in_tile, bool wanted) {
 #pragma unroll
@@ -101,13 +93,12 @@ class OperandStage {
       const Element* source = pointer_ + pass * LINES_PER_PASS * line_stride_;
       if constexpr (LOAD == MN_MAJOR) {
         const int k = line() + pass * LINES_PER_PASS;
-        const bool beyond = (TAIL || LINES % LINES_PER_PASS != 0) && k >= k_in_tile;
-        const int elements = wanted && !beyond ? inside_ : 0;
+        const int elements = wanted && inside_tile<TAIL>(k, k_in_tile) ? inside_ : 0;
         if constexpr (ASYNC) {
           if (LINES % LINES_PER_PASS != 0 && k >= LINES) break;
           copy_async_16(stage + (k * EXTENT_MN + chunk() * CHUNK) * 4, source, elements * 4);
         } else {
-          values_[pass].load_some(source, elements);
+          values_[pass].load(source, elements == CHUNK);
         }
       } else {
         const bool inside = wanted && pass * LINES_PER_PASS < inside_;
@@ -118,9 +109,13 @@ class OperandStage {
         }
       }
     }
+    if constexpr (LOAD == MN_MAJOR && !ASYNC) {
+      if (cut_) fetch_cut<TAIL>(k_in_tile, wanted);
+    }
   }
 
-  DETKERN_INLINE void step() { pointer_ += EXTENT_K * k_stride_; }
+  // Goes `tiles` on along k.
+  DETKERN_INLINE void step(int tiles) { pointer_ += tiles * EXTENT_K * k_stride_; }
 
   // Writes what `fetch` brought into registers.
   DETKERN_INLINE void commit(uint32_t stage) const {
@@ -152,6 +147,24 @@ class OperandStage {
   }
 
  private:
+  template <bool TAIL>
+  static DETKERN_INLINE bool inside_tile(int k, int k_in_tile) {
+    return !(TAIL || LINES % LINES_PER_PASS != 0) || k < k_in_tile;
+  }
+
+  // Loads the chunks that the end of a line cuts. Only the CTAs at that end come here: all of them or none.
+  template <bool TAIL>
+  DETKERN_INLINE void fetch_cut(int k_in_tile, bool wanted) {
+    const Element* first = forgotten(pointer_);  // else the compiler steps another pointer for this path alone
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int k = line() + pass * LINES_PER_PASS;
+      if (wanted && inside_ < CHUNK && inside_tile<TAIL>(k, k_in_tile)) {
+        values_[pass].gather(first + pass * LINES_PER_PASS * line_stride_, 1, inside_);
+      }
+    }
+  }
+
   static DETKERN_INLINE int line() { return static_cast<int>(threadIdx.x) / ALONG; }
   static DETKERN_INLINE int chunk() { return static_cast<int>(threadIdx.x) % ALONG; }
 
@@ -164,6 +177,7 @@ class OperandStage {
   int64_t k_stride_;
   Chunk<DTYPE, LOAD != STRIDED> values_[ASYNC ? 1 : PASSES];
   int inside_;  // MN_MAJOR: elements of this thread's chunks inside the operand; else: its lines from the first on
+  bool cut_;    // MN_MAJOR: the operand ends inside a chunk of this CTA's tiles
 };
 
 // How the threads share out a tile: warps in a WARP_ROWS x WARP_COLUMNS grid, lanes 4 x 8 in each, 4 x 4 blocks per lane.
@@ -213,36 +227,47 @@ class SimtMainLoop {
         stage_(shared),
         shared_sum_(2 * shared + STAGE_BYTES) {}
 
-  // Brings in the first tile, EXTENT_K deep. All threads must have left the shared memory before.
-  DETKERN_INLINE void start() {
-    fetch<false>(stage_, EXTENT_K, true);
+  // Brings in the first of `whole` tiles, EXTENT_K deep. All threads must have left the shared memory before.
+  DETKERN_INLINE void start(int64_t whole) {
+    fetch<false, true>(stage_, EXTENT_K, true);
+    fetch<false, false>(stage_, EXTENT_K, true);
     commit(stage_);
-    step();
+    step(1);
+    fetch<false, false>(stage_, EXTENT_K, whole > 1);
+    synchronize();
     load_fragments(0, 0);
   }
 
-  // Adds the current tile's products to the chains and, where `more` whole tiles follow, brings in the next.
-  DETKERN_INLINE void advance(Accumulators& acc, bool more) {
+  // Adds the current tile's products to the chains and brings in the next; `left` whole tiles follow the current one.
+  // Asynchronous copies of the next tile start at once. Registers are filled for the tile after the next as soon as they
+  // are free, before the barrier, beyond which the compiler cannot postpone the loads.
+  DETKERN_INLINE void advance(Accumulators& acc, int64_t left) {
 #pragma unroll
     for (int k = 0; k < EXTENT_K; ++k) {
-      if (k == 0) fetch<false>(shared_sum_ - stage_, EXTENT_K, more);
+      if (k == 0) fetch<false, true>(shared_sum_ - stage_, EXTENT_K, left > 0);
       if (k == EXTENT_K - 1) {
         stage_ = shared_sum_ - stage_;
         commit(stage_);
+        step(1);
+        fetch<false, false>(stage_, EXTENT_K, left > 1);
+        synchronize();
         load_fragments(0, 0);
       } else {
         load_fragments(k + 1, (k + 1) % 2);
       }
       multiply(acc, k % 2);
     }
-    if (more) step();
   }
 
-  // Adds the last `depth` < EXTENT_K products, after every whole tile.
-  DETKERN_INLINE void finish(Accumulators& acc, int depth) {
+  // Adds the last k % EXTENT_K products, after every whole tile.
+  DETKERN_INLINE void finish(Accumulators& acc, int64_t k_size) {
+    const int depth = static_cast<int>(k_size % EXTENT_K);
+    if (k_size >= EXTENT_K) step(-1);  // the last whole tile stepped over this one
     stage_ = shared_sum_ - stage_;
-    fetch<true>(stage_, depth, true);
+    fetch<true, true>(stage_, depth, true);
+    fetch<true, false>(stage_, depth, true);
     commit(stage_);
+    synchronize();
 #pragma unroll 1
     for (int k = 0; k < depth; ++k) {
       load_fragments(k, 0);
@@ -253,20 +278,24 @@ class SimtMainLoop {
  private:
   static_assert(EXTENT_K % 2 == 0, "fragments are double buffered");
 
-  template <bool TAIL>
+  // The operands that are copied asynchronously, or those that are not.
+  template <bool TAIL, bool ASYNC>
   DETKERN_INLINE void fetch(uint32_t stage, int k_in_tile, bool wanted) {
-    a_.template fetch<TAIL>(stage, k_in_tile, wanted);
-    b_.template fetch<TAIL>(stage + EXTENT_K * EXTENT_M * 4, k_in_tile, wanted);
-  }
-
-  DETKERN_INLINE void step() {
-    a_.step();
-    b_.step();
+    if constexpr (StageA::ASYNC == ASYNC) a_.template fetch<TAIL>(stage, k_in_tile, wanted);
+    if constexpr (StageB::ASYNC == ASYNC) b_.template fetch<TAIL>(stage + EXTENT_K * EXTENT_M * 4, k_in_tile, wanted);
   }
 
   DETKERN_INLINE void commit(uint32_t stage) {
     a_.commit(stage);
     b_.commit(stage + EXTENT_K * EXTENT_M * 4);
+  }
+
+  DETKERN_INLINE void step(int tiles) {
+    a_.step(tiles);
+    b_.step(tiles);
+  }
+
+  static DETKERN_INLINE void synchronize() {
     if constexpr (StageA::ASYNC || StageB::ASYNC) {
       copy_async_commit();
       copy_async_wait<0>();

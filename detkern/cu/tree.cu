@@ -57,19 +57,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       MainLoop loop(p, batch_offset(p, p.a_batch, target.batch), batch_offset(p, p.b_batch, target.batch), target.row,
                     target.column, shared_address(shared));
       Stack stack((p.k + LEAF - 1) / LEAF, shared_address(shared) + MainLoop::SHARED_BYTES, p.scratch);
-      int64_t left = p.k;
-      if (left >= TILE_K) loop.start();
-      while (left > 0) {
+      int64_t whole = p.k / TILE_K;  // tiles still to come
+      bool tail = p.k % TILE_K != 0;
+      if (whole > 0) loop.start(whole);
+      while (whole > 0 || tail) {
         MainLoop::Accumulators acc = {};
-        int depth = 0;
-        while (depth < LEAF && left >= TILE_K) {
-          depth += TILE_K;
-          left -= TILE_K;
-          loop.advance(acc, left >= TILE_K);
-        }
-        if (depth < LEAF && left > 0) {
-          loop.finish(acc, static_cast<int>(left));
-          left = 0;
+        int tiles_of_leaf = 0;
+        for (; tiles_of_leaf < LEAF / TILE_K && whole > 0; ++tiles_of_leaf) loop.advance(acc, --whole);
+        if (tiles_of_leaf < LEAF / TILE_K && tail) {
+          loop.finish(acc, p.k);
+          tail = false;
         }
 #pragma unroll
         for (int m = 0; m < Layout::THREAD_M; ++m) {
