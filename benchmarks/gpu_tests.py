@@ -2,13 +2,15 @@
 
 Parts: `compile` puts every kernel into the cache with all cores; `tests` runs `pytest -m gpu`; `memcheck`, `racecheck`, `initcheck`
 and `synccheck` run compute-sanitizer over the tests marked `sanitizer`; `golden` records tests/golden's digests (into DIR, if
-given). Writes <DIR or benchmarks/results/<gpu>>/gpu-tests.json, one row a part, each part's output beside it with --output,
-and ends with status 1 if anything failed.
+given). Writes <DIR or benchmarks/results/<gpu>>/gpu-tests.json, one row a part, and with --output all parts' output beside it;
+rows of parts that are not run stay from the recorded run while the sources are the same. Ends with status 1 if anything
+failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -162,10 +164,9 @@ def main() -> int:
         return 1
     facts = describe(0)
     folder = arguments.output.resolve() if arguments.output else None
-    rows: list[dict[str, Any]] = []
+    rows = _kept(records.RESULTS / records.slug(facts.name) / "gpu-tests.json", parts)
     with tempfile.TemporaryDirectory() as scratch:
-        logs = folder or Path(scratch)
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = Path(scratch)
         for part in parts:
             if part == "compile":
                 row = compile_part(logs, arguments.limit)
@@ -176,14 +177,28 @@ def main() -> int:
             else:
                 row = sanitizer_part(part, logs, arguments.limit)
             rows.append(row)
-            print("==", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            _show(row)
             path = records.write(
                 "gpu-tests", rows, gpu=facts.name, driver=facts.driver, sources=records.cuda_sources(), folder=folder
             )
+            if folder is not None:
+                with (folder / "gpu-tests.log").open("a") as all_logs:
+                    all_logs.write(f"== {part}\n{(logs / f'{part}.log').read_text()}")
     print(path)
     for row in rows:
-        print("  ".join(f"{name}={value}" for name, value in row.items()))
+        _show(row)
     return int(any(row["failed"] for row in rows))
+
+
+def _kept(record: Path, parts: list[str]) -> list[dict[str, Any]]:
+    """The rows of an earlier run on the same sources, of other parts than those to run now."""
+    if not record.exists() or records.changed_sources(record):
+        return []
+    return [row for row in json.loads(record.read_text())["rows"] if row["part"] not in parts]
+
+
+def _show(row: dict[str, Any]) -> None:
+    print("==", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
 if __name__ == "__main__":

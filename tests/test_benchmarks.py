@@ -88,6 +88,18 @@ def test_what_a_sanitizer_says(
     }  # fmt: skip
 
 
+def test_parts_of_an_earlier_run_stay_while_the_sources_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    kernel = tmp_path / "kernel.cu"
+    kernel.write_text("one")
+    rows = [{"part": "tests", "failed": 0}, {"part": "memcheck", "failed": 1}]
+    assert gpu_tests._kept(tmp_path / "gpu-tests.json", ["tests"]) == []
+    record = records.write("gpu-tests", rows, gpu="g", driver="1", sources=[kernel], folder=tmp_path)
+    assert gpu_tests._kept(record, ["memcheck"]) == [rows[0]]
+    kernel.write_text("two")
+    assert gpu_tests._kept(record, ["memcheck"]) == []
+
+
 def test_a_part_that_runs_too_long_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
     status, seconds = gpu_tests._run(command, tmp_path / "log", 1)
