@@ -281,6 +281,14 @@ def test_overlap_is_exact(first: TensorView, second: TensorView) -> None:
     assert overlap.self_overlapping(first.shape, first.strides) == (len(touched(first)) < count * item)
 
 
+def test_overlap_sees_residues_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Elements 0, 7, 14, … beside 3, 17, 31, …: thousands of addresses in one range, apart by their remainder of 7.
+    monkeypatch.setattr(overlap, "WORK", 20)
+    first, second = strided((1000, 100), (700, 7), 4096), strided((1000, 100), (1400, 14), 4096 + 4 * 3)
+    assert not overlap.overlapping(first, second)
+    assert not overlap.overlapping(second, first)
+
+
 def test_overlap_gives_up_on_the_safe_side(monkeypatch: pytest.MonkeyPatch) -> None:
     # Interleaved columns: address ranges overlap, elements do not.
     first, second = strided((1000, 3), (9, 2), 0), strided((1000, 3), (9, 2), 4)

@@ -95,12 +95,16 @@ def overlapping(first: TensorView, second: TensorView) -> bool:
         return False
     if first.device != second.device or 0 in first.shape or 0 in second.shape:
         return False
-    # Byte start + sum(s * x) + i of the first equals byte other_start + sum(t * y) + j of the second, with all
-    # coefficients made positive: y and j are replaced by bound - y and bound - j.
-    terms = []
+    # All elements begin at multiples of `unit` from `start`, so they share a byte exactly where they share a unit. Larger
+    # units than bytes make greatest common divisors that prune.
     target = other_start - start
+    unit = gcd(first.dtype.itemsize, second.dtype.itemsize, target)
+    target //= unit
+    # Unit sum(s * x) + i of the first equals unit target + sum(t * y) + j of the second, with all coefficients made
+    # positive: y and j are replaced by bound - y and bound - j.
+    terms = []
     for view, sign in ((first, 1), (second, -1)):
-        item = view.dtype.itemsize
+        item = view.dtype.itemsize // unit
         for size, step in [*zip(view.shape, (abs(s) * item for s in view.strides), strict=True), (item, 1)]:
             if step and size > 1:
                 terms.append((step, size - 1))
