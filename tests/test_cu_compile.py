@@ -64,15 +64,15 @@ REGISTERS = {
     ("tree", "64x64x16"): 128,
     ("mma", "128x256x64"): 255,
     ("mma", "128x256x32"): 255,
-    ("mma", "128x128x32"): 255,
+    ("mma", "128x128x64"): 200,
     ("mma", "64x128x64"): 128,
-    ("mma", "64x64x64"): 255,
+    ("mma", "64x64x64"): 168,
     ("mma", "32x64x128"): 128,
-    ("mma", "16x64x128"): 128,
+    ("mma", "16x32x128"): 128,
     ("tree_wgmma", "128x256x32"): 168,  # on average: its warp groups change their shares when they start
-    ("tree_mma", "128x128x32"): 255,
+    ("tree_mma", "128x128x64"): 200,
     ("tree_mma", "64x64x64"): 168,
-    ("tree_mma", "32x64x64"): 168,
+    ("tree_mma", "16x64x128"): 168,
 }
 # Of which contract the largest tile is compiled.
 LARGEST_ON = {"sm_80": MMA8, "sm_89": MMA8, "sm_100a": TREE_MMA16, "sm_120": MMA16}
