@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
   const FragmentA<LayoutA> fragment_a(warp_m, lane);
   const FragmentB<LayoutB> fragment_b(warp_n, lane);
-  const int64_t k_tiles = (p.k + TILE_K - 1) / TILE_K;
+  const uint32_t k_tiles = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);  // no memory holds 2^37 k
 
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
     for (int j = 0; j < BLOCKS_N; ++j) b[1][j][0] = b[1][j][1] = b[1][j][2] = b[1][j][3] = 0;
     uint32_t read = first_stage, write = last_stage;
 #pragma unroll 1
-    for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    for (uint32_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
       copy_async_wait<STAGES - 2>();  // this tile is complete
       __syncthreads();                // and every thread has read the one before it, whose stage is next to be filled
 #pragma unroll
@@ -112,14 +112,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
         for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[loaded][i], read, i, step);
 #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[loaded][j], read + LayoutA::BYTES, j, step);
-        if (step == STEPS - 1) {  // after the last ldmatrix, which could not be moved before it
-          const int64_t k0 = (k_tile + STAGES - 1) * TILE_K;
-          copy_a.copy(write, LayoutA{}, k0);  // past the end of K zeros, with nothing read
-          copy_b.copy(write + LayoutA::BYTES, LayoutB{}, k0);
-          copy_async_commit();
-        }
+        // The copies come after the last ldmatrix, which could not be moved before them, and on both sides of the products,
+        // which takes fewer registers. Past the end of K they give zeros, with nothing read.
+        if (step == STEPS - 1) copy_a.copy(write, LayoutA{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
         multiply(acc, a[ready], b[ready]);
       }
+      copy_b.copy(write + LayoutA::BYTES, LayoutB{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
+      copy_async_commit();
       write = read;
       read = read == last_stage ? first_stage : read + STAGE_BYTES;
     }

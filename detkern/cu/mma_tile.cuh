@@ -40,7 +40,9 @@ class FragmentAddress {
   // The fragment that starts at m or n = SPAN_MN * mn, counted from the warp's first, and k = SPAN_K * k.
   DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int mn, int k) const {
     if constexpr (Layout::MN_ROWS) {
-      load_matrix_x4_transposed(fragment, tile + (lane_ ^ (mn * SPAN_MN * 2)) + k * SPAN_K * Layout::ROW_BYTES);
+      uint32_t lane = lane_;
+      asm volatile("" : "+r"(lane));  // an XOR a fragment, or each index takes a register throughout the main loop
+      load_matrix_x4_transposed(fragment, tile + (lane ^ (mn * SPAN_MN * 2)) + k * SPAN_K * Layout::ROW_BYTES);
     } else {
       load_matrix_x4(fragment, tile + (lane_ ^ (k * SPAN_K * 2)) + mn * SPAN_MN * Layout::ROW_BYTES);
     }
