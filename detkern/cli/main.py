@@ -19,6 +19,7 @@ _COMMANDS = {
     "verify": ("verify", "Check that what detkern promises holds on this machine."),
     "replay": ("replay", "Recompute a product from files and compare it bit for bit."),
     "fingerprint": ("fingerprint", "Digests of results, to compare two machines with diff."),
+    "build": ("build", "Compile kernels ahead of their first use."),
 }
 
 

@@ -19,7 +19,7 @@ from .geometry import choose, source_of
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["BACKEND", "CudaBackend"]
+__all__ = ["BACKEND", "CudaBackend", "offered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ _OFFERS = (
     _Offer(TREE_MMA16, (9, 0)),
     _Offer(MMA8, (8, 0), (8, 9)),
 )
+
+
+def offered(capability: tuple[int, int]) -> list[Contract]:
+    """The contracts that have a kernel for a compute capability, whatever a self-check says."""
+    return [offer.contract for offer in _OFFERS if offer.serves(capability)]
 
 
 def _named(pairs: list[tuple[Contract, DType]]) -> str:
@@ -115,7 +120,7 @@ class CudaBackend:
         left = [pair for pair in here if pair != (contract, dtype)]
         return f"{contract} for {dtype.short} on {device} {outcome}; it has {_named(left)}"
 
-    def contracts(self, device: Device, *, check: bool = True) -> list[tuple[Contract, DType]]:
+    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
         """The pairs that `refuses` lets pass; runs the self-checks that have not run yet."""
         if missing(device.index):
             return []
@@ -124,9 +129,8 @@ class CudaBackend:
 
     @staticmethod
     def _built_for(device: CudaDevice) -> list[tuple[Contract, DType]]:
-        """The pairs that have a kernel for the device, whatever a self-check says."""
-        offers = [offer for offer in _OFFERS if offer.serves(device.capability)]
-        return [(offer.contract, dtype) for offer in offers for dtype in offer.contract.operands]
+        """The pairs that have a kernel for the device."""
+        return [(contract, dtype) for contract in offered(device.capability) for dtype in contract.operands]
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the device, its driver, and how each contract's self-check came out."""

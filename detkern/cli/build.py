@@ -1,0 +1,84 @@
+"""`detkern build`: compile ahead what would otherwise be compiled when a call first needs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import click
+from rich.progress import track
+
+from ..contracts import CONTRACTS
+from ..errors import BackendUnavailable, ContractUnsupported
+from .options import CONTRACT, NAMES
+
+__all__ = ["build"]
+
+
+@click.group()
+def build() -> None:
+    """Compile a backend's kernels ahead of their first use."""
+
+
+def _capability(text: str) -> tuple[int, int]:
+    matched = re.fullmatch(r"(\d+)\.(\d)", text)
+    if matched is None:
+        raise click.BadParameter(f"{text!r} is no compute capability; write one as 9.0")
+    return int(matched[1]), int(matched[2])
+
+
+@build.command()
+@click.option(
+    "--capability",
+    type=_capability,
+    metavar="X.Y",
+    help="Compute capability to compile for, needing no GPU; default: that of the first CUDA device.",
+)
+@click.option(
+    "--contract",
+    "contracts",
+    multiple=True,
+    type=CONTRACT,
+    metavar="NAME",
+    help=f"Only this one, may be repeated: {NAMES}. Default: all that the capability offers.",
+)
+@click.option("--processes", type=click.IntRange(1), help="Compilers at a time; default: one a core.")
+def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
+    """Compile the CUDA kernels into the cache folder.
+
+    A kernel is otherwise compiled, in a few seconds, by the first call that needs it; under CUDA graph capture such a call
+    is refused. What is in the cache already is not compiled again.
+
+    \b
+    Examples:
+      detkern build cuda
+      detkern build cuda --capability 9.0 --contract mma16
+
+    \b
+    Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
+    """
+    from ..cu.ahead import builds, compile_ahead
+    from ..cu.backend import offered
+    from ..cu.device import describe, missing
+    from ..cu.loader import kernel_folder, supported_architectures, target
+
+    if capability is None:
+        if reason := missing(0):
+            raise BackendUnavailable(f"no device to compile for: {reason}; --capability 9.0, say, needs none")
+        capability = describe(0).capability
+    here = offered(capability)
+    asked = [CONTRACTS[name] for name in contracts] or here
+    if missing_here := [contract.name for contract in asked if contract not in here]:
+        has = ", ".join(contract.name for contract in here) or "nothing"
+        raise ContractUnsupported(
+            f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
+        )
+    architecture = target(capability, supported_architectures())
+    wanted = builds(asked, capability)
+    start = time.perf_counter()
+    running = compile_ahead(wanted, architecture, processes or len(os.sched_getaffinity(0)))
+    for _ in track(running, f"kernels for {architecture}", total=len(wanted), transient=True):
+        pass
+    seconds = time.perf_counter() - start
+    click.echo(f"{len(wanted)} kernels for {architecture} in {seconds:.0f} s, in {kernel_folder()}")
