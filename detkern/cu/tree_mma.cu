@@ -76,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       copy_async_commit();
     }
 
-    NodeWalk walk(leaves);
+    NodeWalk walk(max(leaves, 1u));
+    uint32_t node_leaves = walk.size(), leaf_in_node = 0;
     Levels levels(walk.depth(), first_stage + LEVELS_AT, p.scratch);
     uint32_t left[WORDS], right[WORDS];
     clear_words(left);
@@ -132,19 +133,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
         copy_b.copy(filled + LayoutA::BYTES, LayoutB{}, k0);
         copy_async_commit();
       }
-      if (walk.ends_left_half() || walk.ends_node()) {
+      ++leaf_in_node;
+      const bool node_ends = leaf_in_node == node_leaves;
+      if (node_ends || leaf_in_node == node_leaves / 2) {
         add_words(left, right);
         clear_words(right);
-        if (walk.ends_node()) {
-          const int ended = walk.nodes_ended();
-          for (int level = 0; level < ended; ++level) levels.add(level, left);
-          if (leaf + 1 < leaves) {
-            levels.put(ended, left);
-            clear_words(left);
-          }
-        }
       }
-      walk.step();
+      if (node_ends) {
+        const int ended = walk.nodes_ended();
+        for (int level = 0; level < ended; ++level) levels.add(level, left);
+        if (!walk.at_last_node()) {
+          levels.put(ended, left);
+          clear_words(left);
+        }
+        walk.step();
+        node_leaves = walk.size();
+        leaf_in_node = 0;
+      }
     }
 
     copy_async_wait<0>();

@@ -1,20 +1,24 @@
-// Contract tree-mma16 (wgmma m64n64k16, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and one
-// rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are tree_mma.cu's.
+// Contract tree-mma16 (wgmma m64n64k16, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
+// one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
+// tree_mma.cu's.
 //
-// Roles. Two warp groups consume: each computes 64 x 256 of the CTA's 128 x 256 outputs, a leaf in four quarters of 64
-// columns. Two sets of accumulators take turns, so that one quarter is multiplied while another is rounded and added.
-// A third warp group produces: it copies the operands into a ring of STAGES stages, a leaf each, and runs ahead into the next
-// tile. A stage goes round by two mbarriers: `full`, on which the producing warps arrive once their copies are complete and
-// fenced for the asynchronous proxy, and `empty`, on which the consuming warps arrive once wgmma has read it.
-// Tree. As in tree_mma.cu: nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `left`
-// holds the left; MergeLevels, one a consuming warp group, has the nodes above. -0 + x is x for every x.
+// Roles. Two warp groups consume: each computes 64 rows of the CTA's outputs, a leaf in slices of 64 columns. Two sets
+// of accumulators take turns, so that one slice is multiplied while another is rounded and added.
+// A third warp group produces: it copies the operands into a ring of STAGES stages, a leaf each, and runs ahead into
+// the next tile. A stage goes round by two mbarriers: `full`, on which the producing threads arrive as their copies
+// complete, and `empty`, on which the consuming warps arrive once wgmma has read it. The fence that lets the
+// asynchronous proxy see the copies is the consumers': one in the producers would wait for the copies of the later
+// stages as well.
+// Tree. As in tree_mma.cu: nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and
+// `node` the left; MergeLevels, one a consuming warp group, has the nodes above.
 // Launch. 384 threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + SHARED_LEVELS * 2 * TILE_M * TILE_N + 16 * STAGES: the
-// ring, the levels (the outputs pass through them once a tile's tree is done), the mbarriers.
-// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k / 32).
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR), TILE_M, TILE_N, TILE_K (of which 128, 256, 32 only), STAGES,
-// SHARED_LEVELS, WARPS_M, WARPS_N (of all roles: 12, 1), CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER: 1 makes both roles
-// sleep at random, 2 also signals `full` before the copies are complete, which must show.
+// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + SHARED_LEVELS * 2 * TILE_M * TILE_N + 16 *
+// STAGES: the ring, the levels (the outputs pass through them once a tile's tree is done), the mbarriers.
+// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k /
+// 32).
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR), TILE_M, TILE_N, TILE_K (of which 128, any multiple
+// of 128, 32), STAGES, SHARED_LEVELS, WARPS_M, WARPS_N (of all roles: 12, 1), CTAS_PER_SM (1), SMEM_BYTES; for tests
+// JITTER: 1 makes both roles sleep at random, 2 also signals `full` before the copies are complete, which must show.
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
 #include "node_walk.cuh"
@@ -26,20 +30,17 @@
 
 constexpr int GROUP = 128;  // threads of a warp group
 constexpr int CONSUMERS = 2;
-constexpr int GROUP_M = TILE_M / CONSUMERS;
-constexpr int QUARTERS = TILE_N / 64;
-constexpr int QUARTER_WORDS = 16;  // of two outputs, a thread
-constexpr int WORDS = QUARTERS * QUARTER_WORDS;
+constexpr int SLICES = TILE_N / 64;
+constexpr int SLICE_WORDS = 16;  // of two outputs, a thread
+constexpr int WORDS = SLICES * SLICE_WORDS;
 constexpr int SLAB_N = 128;  // columns that pass through shared memory at once
-constexpr int IN_FLIGHT = JITTER == 2 ? 0 : STAGES / 2;  // stages whose copies the producer has started but not waited for
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;  // three groups start with 168 a thread
 constexpr int BAND = 16;  // a wave of CTAs covers about as many rows as columns
-constexpr uint32_t MINUS_ZEROS = 0x80008000u;
 
 using LayoutA = AtomLayout<LOAD_A, TILE_M, TILE_K>;
 using LayoutB = AtomLayout<LOAD_B, TILE_N, TILE_K>;
-using CopyA = TileCopy<LOAD_A, TILE_M, TILE_K, GROUP>;
-using CopyB = TileCopy<LOAD_B, TILE_N, TILE_K, GROUP>;
+using CopyA = SteadyCopy<LOAD_A, LayoutA, TILE_M, TILE_K, GROUP>;
+using CopyB = SteadyCopy<LOAD_B, LayoutB, TILE_N, TILE_K, GROUP>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, GROUP>;
 using WarpOutput = OutputSlab<16, SLAB_N, CONSUMERS * GROUP / 32>;
 
@@ -48,12 +49,13 @@ constexpr int LEVELS_AT = STAGES * STAGE_BYTES;
 constexpr int GROUP_LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES;
 constexpr int BARRIERS_AT = LEVELS_AT + CONSUMERS * GROUP_LEVELS_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_M == 128 && TILE_N == 256 && TILE_K == 32, "a stage is one leaf; the registers are laid out for this tile");
+static_assert(TILE_M == 64 * CONSUMERS && TILE_N % SLAB_N == 0, "a consuming warp group has 64 rows");
+static_assert(TILE_K == 32, "a stage is one leaf");
 static_assert(32 * WARPS_M * WARPS_N == (CONSUMERS + 1) * GROUP && CTAS_PER_SM == 1, "three warp groups have the SM");
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (CONSUMERS + 1) * 168, "registers");
 static_assert(STAGE_BYTES % 1024 == 0, "swizzle atoms must start at multiples of their size");
 static_assert(GROUP / 32 * WarpOutput::BYTES <= GROUP_LEVELS_BYTES, "outputs pass through the levels' memory");
 static_assert(SMEM_BYTES == BARRIERS_AT + 16 * STAGES, "shared memory");
-static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * GROUP <= 65536, "an SM's registers");
 
 // One stage of the ring and the parity of its phase, going round.
 struct RingPosition {
@@ -84,42 +86,33 @@ DETKERN_INLINE void jitter(uint32_t salt) {
 }
 
 DETKERN_INLINE void produce(const GemmParams& p, const Ring& ring, uint32_t leaves) {
-  const bool leader = threadIdx.x % 32 == 0;
-  RingPosition next, landed;
-  uint32_t waiting = 0;  // stages whose copies have been started but not waited for
+  const uint32_t thread = threadIdx.x % GROUP;
+  RingPosition position;
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    const CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
-                       output.row, p.m, p.k);
-    const CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
-                       output.column, p.n, p.k);
+    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+                 output.row, p.m, thread);
+    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+                 output.column, p.n, thread);
 #pragma unroll 1
     for (uint32_t leaf = 0; leaf < leaves; ++leaf) {
-      mbarrier_wait(ring.empty(next.stage), next.parity ^ 1);
+      mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
       jitter(leaf);
-      const int64_t k0 = static_cast<int64_t>(leaf) * TILE_K;
-      copy_a.copy(ring.data(next.stage), LayoutA{}, k0);
-      copy_b.copy(ring.data(next.stage) + LayoutA::BYTES, LayoutB{}, k0);
-      copy_async_commit();
-      next.step();
-      if (waiting < IN_FLIGHT) {
-        ++waiting;
-        continue;
+      const int64_t k_left = p.k - static_cast<int64_t>(leaf) * TILE_K;
+      copy_a.copy_next(ring.data(position.stage), k_left);
+      copy_b.copy_next(ring.data(position.stage) + LayoutA::BYTES, k_left);
+      if (JITTER != 2) {
+        copy_async_arrive(ring.full(position.stage));
+      } else {
+        mbarrier_arrive(ring.full(position.stage));
       }
-      if (JITTER != 2) copy_async_wait<IN_FLIGHT>();
-      fence_async_proxy();
-      __syncwarp();
-      if (leader) mbarrier_arrive(ring.full(landed.stage));
-      landed.step();
+      position.step();
     }
   }
-  copy_async_wait<0>();
-  fence_async_proxy();
-  __syncwarp();
-  for (; waiting > 0; --waiting) {
-    if (leader) mbarrier_arrive(ring.full(landed.stage));
-    landed.step();
-  }
+  // The consumers are a leaf ahead: one more, whose product nobody looks at.
+  mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
+  mbarrier_arrive(ring.full(position.stage));
+  copy_async_wait_all();
 }
 
 DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
@@ -127,96 +120,165 @@ DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WO
   for (int i = 0; i < WORDS; ++i) sum[i] = add_pair<OPERAND>(sum[i], other[i]);
 }
 
-DETKERN_INLINE void clear_words(uint32_t (&words)[WORDS]) {
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) words[i] = MINUS_ZEROS;
-}
-
-// Starts one quarter of a leaf.
-DETKERN_INLINE void multiply(float (&acc)[32], const uint32_t (&a)[2][4], uint32_t tile_b, int quarter) {
-  wgmma_fence();
-  wgmma_m64n64k16<OPERAND, LayoutB, true>(acc, a[0], descriptor<LayoutB>(tile_b + LayoutB::block(quarter, 0)));
-  wgmma_m64n64k16<OPERAND, LayoutB, false>(acc, a[1], descriptor<LayoutB>(tile_b + LayoutB::block(quarter, 1)));
-  wgmma_commit();
-}
-
-// Rounds one quarter of a leaf and adds it.
-DETKERN_INLINE void gather(uint32_t (&sum)[WORDS], const float (&acc)[32], int quarter) {
-#pragma unroll
-  for (int i = 0; i < QUARTER_WORDS; ++i) {
-    uint32_t& word = sum[quarter * QUARTER_WORDS + i];
-    word = add_pair<OPERAND>(word, round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]));
-    asm volatile("" : "+r"(word));  // now, not after the accumulators' next use
+// Where the consumers are in the leaves of all their tiles, and the products under way: the first two slices of the
+// next leaf. The compiler must see which these are, so that leaves follow one another without branches; before a branch
+// or a loop's end comes `settle`.
+class Leaves {
+ public:
+  DETKERN_INLINE Leaves(const Ring& ring, int group) : ring_(ring), group_(group) {
+    take();
+    multiply(0);
+    multiply(1);
+    settle();
   }
+
+  // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
+  template <bool FIRST>
+  DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
+    const uint32_t stage = position_.stage;
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      if (slice == SLICES - 2) {
+        position_.step();
+        take();
+      }
+      wgmma_wait<1>(acc_[slice % 2]);
+      if (slice == SLICES - 1 && threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty(stage));
+      gather_slice<FIRST>(sum, slice);
+      multiply((slice + 2) % SLICES);
+    }
+  }
+
+  DETKERN_INLINE void settle() {
+    wgmma_wait<0>(acc_[0]);
+    wgmma_wait<0>(acc_[1]);
+  }
+
+ private:
+  // Waits for the current stage.
+  DETKERN_INLINE void take() const {
+    mbarrier_wait(ring_.full(position_.stage), position_.parity);
+    fence_async_proxy();
+    jitter(position_.stage);
+  }
+
+  // Starts one slice of the current stage.
+  DETKERN_INLINE void multiply(int slice) {
+    const uint32_t tile16 = ring_.data(position_.stage) / 16;
+    const uint32_t rows16 = tile16 + LayoutA::block(1, 0) / 16 * group_;
+    float(&acc)[32] = acc_[slice % 2];
+    wgmma_fence();
+    wgmma_m64n64k16<OPERAND, LayoutA, LayoutB, true>(acc, descriptor<LayoutA>(rows16, 0, 0),
+                                                     descriptor<LayoutB>(tile16 + LayoutA::BYTES / 16, slice, 0));
+    wgmma_m64n64k16<OPERAND, LayoutA, LayoutB, false>(acc, descriptor<LayoutA>(rows16, 0, 1),
+                                                      descriptor<LayoutB>(tile16 + LayoutA::BYTES / 16, slice, 1));
+    wgmma_commit();
+  }
+
+  // Rounds one slice and adds it.
+  template <bool FIRST>
+  DETKERN_INLINE void gather_slice(uint32_t (&sum)[WORDS], int slice) const {
+    const float(&acc)[32] = acc_[slice % 2];
+#pragma unroll
+    for (int i = 0; i < SLICE_WORDS; ++i) {
+      uint32_t& word = sum[slice * SLICE_WORDS + i];
+      const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
+      word = FIRST ? leaf : add_pair<OPERAND>(word, leaf);
+      asm volatile("" : "+r"(word));  // now, not after the accumulators' next use
+    }
+  }
+
+  Ring ring_;
+  RingPosition position_;
+  int group_;
+  float acc_[2][32] = {};
+};
+
+// Writes outputs of the operands' type to which nothing is added, as the words are but for the contract's + 0. Returns
+// whether they are of this kind, and lie so that words can be written.
+DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int group, const uint32_t (&node)[WORDS]) {
+  uint16_t* out = static_cast<uint16_t*>(p.out) + batch_offset(p, p.out_batch, tile.batch);
+  const bool odd = ((reinterpret_cast<uint64_t>(out) & 2) | (p.out_row & 1) | (p.n & 1)) != 0;
+  if (p.out_dtype != OPERAND || p.bias_dtype != NONE || p.accumulate || p.out_col != 1 || odd) return false;
+  const int thread = thread_index();
+  const int64_t first_row = tile.row + group * 64 + thread % GROUP / 32 * 16 + thread % 32 / 4;
+  const int64_t first_column = tile.column + thread % 4 * 2;
+  const int columns_left = clamp(p.n - first_column, TILE_N);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = first_row + 8 * half;
+    if (row >= p.m) break;
+    uint32_t* target = reinterpret_cast<uint32_t*>(out + row * p.out_row + first_column);
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; ++j) {
+      if (8 * j < columns_left) target[4 * j] = add_pair<OPERAND>(node[2 * j + half], 0);
+    }
+  }
+  return true;
 }
 
-DETKERN_INLINE void consume(const GemmParams& p, const Ring& ring, unsigned char* shared, int group, uint32_t leaves) {
-  const bool leader = threadIdx.x % 32 == 0;
-  const FragmentA<LayoutA> fragment_a(group * GROUP_M + threadIdx.x % GROUP / 32 * 16, threadIdx.x % 32);
-  RingPosition position;
-  float acc[2][32] = {};
+// Writes any outputs, through the levels' memory: it is free once all of the group are here, and theirs again once all
+// have written.
+DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, unsigned char* shared, int group,
+                                         const uint32_t (&node)[WORDS]) {
+  named_barrier<GROUP>(1 + group);
+  unsigned char* slabs = shared + LEVELS_AT + group * (GROUP_LEVELS_BYTES - GROUP / 32 * WarpOutput::BYTES);
+#pragma unroll
+  for (int part = 0; part < TILE_N / SLAB_N; ++part) {
+    WarpOutput(p, slabs, tile).store<true>([&](int, int j, int half) {
+      const uint32_t word = node[(part * (SLAB_N / 8) + j) * 2 + half];
+      return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
+    });
+    tile.column += SLAB_N;
+  }
+  named_barrier<GROUP>(1 + group);
+}
+
+DETKERN_INLINE void consume(const GemmParams& p, const Ring& ring, unsigned char* shared, int group,
+                            uint32_t leaf_count) {
+  Leaves leaves(ring, group);
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
-    NodeWalk walk(leaves);
+    NodeWalk walk(leaf_count);
     // Levels go by the thread's index in the CTA; each warp group has its own.
     const int depth = walk.depth();
     const int64_t group_scratch = static_cast<int64_t>(gridDim.x) * max(depth - SHARED_LEVELS, 0) * Levels::LEVEL_BYTES;
     Levels levels(depth, ring.shared + LEVELS_AT + group * (GROUP_LEVELS_BYTES - GROUP * 16),
                   static_cast<char*>(p.scratch) + group * (group_scratch - GROUP * 16));
-    uint32_t left[WORDS], right[WORDS];
-    clear_words(left);
-    clear_words(right);
-
+    uint32_t node[WORDS];
 #pragma unroll 1
-    for (uint32_t leaf = 0; leaf < leaves; ++leaf) {
-      const uint32_t tile_a = ring.data(position.stage), tile_b = tile_a + LayoutA::BYTES;
-      mbarrier_wait(ring.full(position.stage), position.parity);
-      jitter(leaf);
-      uint32_t a[2][4];
-#pragma unroll
-      for (int step = 0; step < 2; ++step) fragment_a.load(a[step], tile_a, 0, step);
-      multiply(acc[0], a, tile_b, 0);
-      multiply(acc[1], a, tile_b, 1);
-#pragma unroll
-      for (int quarter = 0; quarter < QUARTERS - 2; ++quarter) {
-        wgmma_wait<1>(acc[quarter % 2]);
-        gather(right, acc[quarter % 2], quarter);
-        multiply(acc[quarter % 2], a, tile_b, quarter + 2);
+    while (true) {
+      const uint32_t size = walk.size();
+      uint32_t right[WORDS];
+      if (size == 4) {
+        leaves.gather<true>(node);
+        leaves.gather<false>(node);
+        leaves.gather<true>(right);
+        leaves.gather<false>(right);
+        add_words(node, right);
+      } else if (size == 3) {
+        leaves.gather<true>(node);
+        leaves.gather<true>(right);
+        leaves.gather<false>(right);
+        add_words(node, right);
+      } else if (size == 2) {
+        leaves.gather<true>(node);
+        leaves.gather<true>(right);
+        add_words(node, right);
+      } else {
+        leaves.gather<true>(node);
       }
-      wgmma_wait<1>(acc[QUARTERS % 2]);
-      gather(right, acc[QUARTERS % 2], QUARTERS - 2);
-      wgmma_wait<0>(acc[(QUARTERS + 1) % 2]);
-      if (leader) mbarrier_arrive(ring.empty(position.stage));
-      position.step();
-      gather(right, acc[(QUARTERS + 1) % 2], QUARTERS - 1);
-
-      if (walk.ends_left_half() || walk.ends_node()) {
-        add_words(left, right);
-        clear_words(right);
-        if (walk.ends_node()) {
-          const int ended = walk.nodes_ended();
-          for (int level = 0; level < ended; ++level) levels.add(level, left);
-          if (leaf + 1 < leaves) {
-            levels.put(ended, left);
-            clear_words(left);
-          }
-        }
-      }
+      const int ended = walk.nodes_ended();
+      const bool last = walk.at_last_node();
+#pragma unroll 1
+      for (int level = 0; level < ended; ++level) levels.add(level, node);
+      if (!last) levels.put(ended, node);
+      leaves.settle();
+      if (last) break;
       walk.step();
     }
 
-    // The levels' memory is free once all of the group are here, and theirs again once all have written.
-    named_barrier<GROUP>(1 + group);
-    OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile));
-    unsigned char* slabs = shared + LEVELS_AT + group * (GROUP_LEVELS_BYTES - GROUP / 32 * WarpOutput::BYTES);
-#pragma unroll
-    for (int part = 0; part < TILE_N / SLAB_N; ++part) {
-      WarpOutput(p, slabs, output).store<true>([&](int, int j, int half) {
-        const uint32_t word = left[(part * (SLAB_N / 8) + j) * 2 + half];
-        return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
-      });
-      output.column += SLAB_N;
-    }
-    named_barrier<GROUP>(1 + group);
+    const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile));
+    if (!store_words(p, output, group, node)) store_through_shared(p, output, shared, group, node);
   }
 }
 
@@ -226,12 +288,13 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * GROUP, CTAS_PER_S
   const Ring ring{shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(ring.full(stage), GROUP / 32);
+      mbarrier_init(ring.full(stage), GROUP);
       mbarrier_init(ring.empty(stage), CONSUMERS * GROUP / 32);
     }
   }
   __syncthreads();
-  const uint32_t leaves = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);  // no memory holds 2^37 k
+  // No memory holds 2^37 k. Of an empty sum one leaf is made, of zeros.
+  const uint32_t leaves = max(static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K), 1u);
   const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);  // the same in all lanes, and known to be
   if (group == CONSUMERS) {
     give_up_registers<PRODUCER_REGISTERS>();
