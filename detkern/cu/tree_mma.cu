@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
     copy_async_wait<STAGES - 1>();
     __syncthreads();
     uint32_t a[2][BLOCKS_M][4], b[2][4];  // [step of the leaf], [parity of the block of columns]
-    uint32_t stage = first_stage, filled = first_stage;
+    uint32_t stage = first_stage;
     int leaf_in_stage = 0;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -104,7 +104,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
         if (last && leaf_in_stage == 0) {
           copy_async_wait<STAGES - 2>();  // the next stage is complete
           __syncthreads();                // and every thread has read all it needs of this one
-          filled = stage;
+          const int64_t k0 = static_cast<int64_t>(leaf / STAGE_LEAVES + STAGES) * TILE_K;
+          copy_a.copy(stage, LayoutA{}, k0);  // past the end of K zeros, with nothing read
+          copy_b.copy(stage + LayoutA::BYTES, LayoutB{}, k0);
+          copy_async_commit();
           stage = stage == last_stage ? first_stage : stage + STAGE_BYTES;
         }
         fragment_b.load(b[(j + 1) % 2], stage + LayoutA::BYTES, (j + 1) % BLOCKS_N, leaf_in_stage);
@@ -126,12 +129,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
           }
         }
         __syncwarp();  // or the compiler puts off the sums, which keeps their rounded terms in registers
-      }
-      if (leaf_in_stage == 0) {  // after the last ldmatrix, which could not be moved before it
-        const int64_t k0 = static_cast<int64_t>(leaf / STAGE_LEAVES + STAGES) * TILE_K;
-        copy_a.copy(filled, LayoutA{}, k0);  // past the end of K zeros, with nothing read
-        copy_b.copy(filled + LayoutA::BYTES, LayoutB{}, k0);
-        copy_async_commit();
       }
       ++leaf_in_node;
       const bool node_ends = leaf_in_node == node_leaves;
