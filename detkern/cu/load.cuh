@@ -1,14 +1,16 @@
 // Copies of an operand's tiles from global to shared memory, as they are, for the tensor-core kernels.
 //
-// A tile is LINES lines of ALONG chunks of 16 bytes. A line runs along the contiguous dimension: a row (column) of A (B)
-// over EXTENT_K for K_MAJOR, a k over EXTENT_MN for MN_MAJOR; each chunk is one cp.async. STRIDED has the shape of K_MAJOR,
-// but comes element by element through registers and is stored before `copy` returns, so that whatever barrier orders the
-// asynchronous copies orders it as well. What lies outside the operand along k is zero.
+// A tile is LINES lines of ALONG chunks of 16 bytes. A line runs along the contiguous dimension: a row (column) of A
+// (B) over EXTENT_K for K_MAJOR, a k over EXTENT_MN for MN_MAJOR; each chunk is one cp.async. STRIDED has the shape of
+// K_MAJOR, but comes element by element through registers and is stored before `copy` returns, so that whatever barrier
+// orders the asynchronous copies orders it as well. What lies outside the operand along k is zero.
 #pragma once
 
 #include "ptx.cuh"
 
-DETKERN_INLINE int clamp(int64_t value, int high) { return value < 0 ? 0 : value > high ? high : static_cast<int>(value); }
+DETKERN_INLINE int clamp(int64_t value, int high) {
+  return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
+}
 
 template <int LOAD, int EXTENT_MN, int EXTENT_K, int THREAD_COUNT>
 class TileCopy {
@@ -21,19 +23,19 @@ class TileCopy {
   static_assert(THREAD_COUNT % ALONG == 0, "a pass must cover whole lines");
   static_assert((LOAD == MN_MAJOR ? EXTENT_MN : EXTENT_K) % CHUNK == 0, "a line must be whole chunks");
 
-  // The tiles whose first line or element in M (N) is `mn0`. `origin` is the operand's element [0, 0] in this batch; the
-  // strides are in elements.
+  // The tiles whose first line or element in M (N) is `mn0`. `origin` is the operand's element [0, 0] in this batch;
+  // the strides are in elements.
   DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
                           int64_t k_size)
       : origin_(origin + mn0 * mn_stride), line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), k_size_(k_size),
         mn_left_(clamp(mn_size - mn0, EXTENT_MN)) {}
 
-  // Starts this thread's copies of the tile from `k0` on. `place(line, chunk)` is the byte offset of a chunk from `stage`,
-  // a multiple of 16.
+  // Starts this thread's copies of the tile from `k0` on. `place(line, chunk)` is the byte offset of a chunk from
+  // `stage`, a multiple of 16.
   template <typename Place>
   DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k0) const {
-    // Computing from the index here is cheaper than registers kept through the main loop. The copying threads may be any
-    // whole group of the CTA's.
+    // Computing from the index here is cheaper than registers kept through the main loop. The copying threads may be
+    // any whole group of the CTA's.
     const int thread = thread_index() % THREAD_COUNT;
     const int first = thread / ALONG, chunk = thread % ALONG;
     const int k_left = clamp(k_size_ - k0, EXTENT_K);
@@ -67,7 +69,7 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
  public:
   static constexpr int PAIRS = EXTENT_MN * EXTENT_K / 2 / THREAD_COUNT;  // a thread
   static constexpr int AT_ONCE = PAIRS < 8 ? PAIRS : 8;
-  static_assert(PAIRS * 2 * THREAD_COUNT == EXTENT_MN * EXTENT_K && PAIRS % AT_ONCE == 0, "equal parts for all threads");
+  static_assert(PAIRS * 2 * THREAD_COUNT == EXTENT_MN * EXTENT_K && PAIRS % AT_ONCE == 0, "equal parts");
 
   DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
                           int64_t k_size)

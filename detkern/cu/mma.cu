@@ -1,15 +1,16 @@
-// Contracts mma16 (MMA_K = 16, mma.sync.m16n8k16, sm_90 and newer) and mma8 (MMA_K = 8, mma.sync.m16n8k8, sm_80 to sm_89), f16
-// and bf16: every output is one ascending chain of tensor-core steps over the whole of K, from +0 or from out.
+// Contracts mma16 (MMA_K = 16, mma.sync.m16n8k16, sm_90 and newer) and mma8 (MMA_K = 8, mma.sync.m16n8k8, sm_80 to
+// sm_89), f16 and bf16: every output is one ascending chain of tensor-core steps over the whole of K, from +0 or from
+// out.
 //
-// Tile. TILE_M x TILE_N outputs a CTA, (TILE_M / WARPS_M) x (TILE_N / WARPS_N) a warp, both powers of two, at least 16. TILE_K
-// (a multiple of 32) k a stage, STAGES of them in flight (cp.async); K's last tile is filled up with zeros, which change no
-// bit. Fragments (ldmatrix) are loaded one step of 16 k ahead.
+// Tile. TILE_M x TILE_N outputs a CTA, (TILE_M / WARPS_M) x (TILE_N / WARPS_N) a warp, both powers of two, at least 16.
+// TILE_K (a multiple of 32) k a stage, STAGES of them in flight (cp.async); K's last tile is filled up with zeros,
+// which change no bit. Fragments (ldmatrix) are loaded one step of 16 k ahead.
 // Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), the tile count being
 // batch * ceil(m / TILE_M) * ceil(n / TILE_N).
 // Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K,
 //                                 WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8)). Scratch: none.
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K, CTAS_PER_SM,
-// SMEM_BYTES.
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K,
+// CTAS_PER_SM, SMEM_BYTES.
 #include "mma_epilogue.cuh"
 #include "mma_tile.cuh"
 
@@ -33,7 +34,8 @@ static_assert(MMA_K == 8 || MMA_K == 16, "the steps of mma8 and mma16");
 static_assert(WARP_M % 16 == 0 && (WARP_M & (WARP_M - 1)) == 0, "a warp's rows must be a power of two, at least 16");
 static_assert(WARP_N % 16 == 0 && (WARP_N & (WARP_N - 1)) == 0, "a warp's columns must be a power of two, at least 16");
 static_assert(LayoutA::BYTES % LayoutB::ROW_BYTES == 0, "B's tile must start at a multiple of its rows' size");
-static_assert(SMEM_BYTES >= STAGES * STAGE_BYTES && SMEM_BYTES >= WARPS_M * WARPS_N * WarpOutput::BYTES, "shared memory");
+static_assert(SMEM_BYTES >= STAGES * STAGE_BYTES, "shared memory for the stages");
+static_assert(SMEM_BYTES >= WARPS_M * WARPS_N * WarpOutput::BYTES, "shared memory for the outputs' slabs");
 
 DETKERN_INLINE void mma_step(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (MMA_K == 16) {
@@ -56,7 +58,8 @@ DETKERN_INLINE void multiply(float (&acc)[BLOCKS_M][2 * BLOCKS_N][4], const uint
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t first_stage = shared_address(shared);
   const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
@@ -92,9 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
       copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
       copy_async_commit();
     }
-    // An iteration finishes the k tile before its own and does all but the last step of its own: with the barrier at its
-    // start and not before the last step, the compiler sees who waits for the fragments loaded right behind it, and has
-    // the last step of the other tile to cover them. The first iteration's "last step" is of zeros, which change no bit.
+    // An iteration finishes the k tile before its own and does all but the last step of its own: with the barrier at
+    // its start and not before the last step, the compiler sees who waits for the fragments loaded right behind it, and
+    // has the last step of the other tile to cover them. The first iteration's "last step" is of zeros, which change no
+    // bit.
     uint32_t a[2][BLOCKS_M][4], b[2][BLOCKS_N][4];
 #pragma unroll
     for (int i = 0; i < BLOCKS_M; ++i) a[1][i][0] = a[1][i][1] = a[1][i][2] = a[1][i][3] = 0;
@@ -112,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
         for (int i = 0; i < BLOCKS_M; ++i) fragment_a.load(a[loaded][i], read, i, step);
 #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[loaded][j], read + LayoutA::BYTES, j, step);
-        // The copies come after the last ldmatrix, which could not be moved before them, and on both sides of the products,
-        // which takes fewer registers. Past the end of K they give zeros, with nothing read.
+        // The copies come after the last ldmatrix, which could not be moved before them, and on both sides of the
+        // products, which takes fewer registers. Past the end of K they give zeros, with nothing read.
         if (step == STEPS - 1) copy_a.copy(write, LayoutA{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
         multiply(acc, a[ready], b[ready]);
       }

@@ -1,15 +1,15 @@
 // Between the warps' fragments of an output tile and global memory, for the tensor-core kernels.
 //
-// Each warp moves 16 rows at a time through a slab of shared memory, so that neighbouring lanes take neighbouring columns
-// (or rows, where the output's columns are what is contiguous) and whole sectors are read and written. The loop over
-// these blocks stays rolled, to keep the code small; only the accesses to the fragments, which are registers, are written
-// out for each block.
+// Each warp moves 16 rows at a time through a slab of shared memory, so that neighbouring lanes take neighbouring
+// columns (or rows, where the output's columns are what is contiguous) and whole sectors are read and written. The loop
+// over these blocks stays rolled, to keep the code small; only the accesses to the fragments, which are registers, are
+// written out for each block.
 #pragma once
 
 #include "epilogue.cuh"
 
-// A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g + 8,
-// columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another.
+// A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
+// + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another.
 template <int ROWS, int COLUMNS, int WARP_ROWS>
 class OutputSlab {
  public:
@@ -58,8 +58,8 @@ class OutputSlab {
     }
   }
 
-  // Finishes and writes the outputs. value(block, j, half) gives the float2 of rows g + 8 * half in columns 8 * j + 2t and
-  // beyond. ADD_OUT: the output as it was is added first, where it accumulates.
+  // Finishes and writes the outputs. value(block, j, half) gives the float2 of rows g + 8 * half in columns 8 * j + 2t
+  // and beyond. ADD_OUT: the output as it was is added first, where it accumulates.
   template <bool ADD_OUT, typename Value>
   DETKERN_INLINE void store(Value value) const {
 #pragma unroll 1

@@ -1,8 +1,9 @@
-// Tiles of 16-bit operands in shared memory for the tensor-core kernels: their layout, and the fragments read from them.
+// Tiles of 16-bit operands in shared memory for the tensor-core kernels: their layout, and the fragments read from
+// them.
 //
-// A tile lies in rows along k (K_MAJOR and STRIDED) or along m or n (MN_MAJOR). The 16-byte chunks of a row are permuted
-// by XOR with the row so that both the eight lanes that read one chunk column of eight rows, as ldmatrix does, and the
-// eight that write one row touch all 32 banks.
+// A tile lies in rows along k (K_MAJOR and STRIDED) or along m or n (MN_MAJOR). The 16-byte chunks of a row are
+// permuted by XOR with the row so that both the eight lanes that read one chunk column of eight rows, as ldmatrix does,
+// and the eight that write one row touch all 32 banks.
 #pragma once
 
 #include "load.cuh"
@@ -22,10 +23,10 @@ struct TileLayout {
   }
 };
 
-// Where one warp's fragments lie in a tile. A fragment is ldmatrix's four 8 x 8 matrices, SPAN_MN along m or n by SPAN_K along
-// k, in ascending order, m or n first where MN_FIRST. The warp's extent along m or n is a power of two and a tile starts at
-// a multiple of its rows' size, so that a fragment's indices fill bits of the chunk index that are zero: XOR sets them,
-// and the swizzle commutes with it.
+// Where one warp's fragments lie in a tile. A fragment is ldmatrix's four 8 x 8 matrices, SPAN_MN along m or n by
+// SPAN_K along k, in ascending order, m or n first where MN_FIRST. The warp's extent along m or n is a power of two and
+// a tile starts at a multiple of its rows' size, so that a fragment's indices fill bits of the chunk index that are
+// zero: XOR sets them, and the swizzle commutes with it.
 template <class Layout, int SPAN_MN, int SPAN_K, bool MN_FIRST>
 class FragmentAddress {
  public:
@@ -52,8 +53,8 @@ class FragmentAddress {
   uint32_t lane_;
 };
 
-// The operands of mma.sync: A's matrices are (m, k) = (0, 0), (8, 0), (0, 8), (8, 8); B's (n, k) = (0, 0), (0, 8), (8, 0), (8, 8)
-// for 16 columns of one step, (0, 0), (0, 8), (0, 16), (0, 24) for 8 columns of two.
+// The operands of mma.sync: A's matrices are (m, k) = (0, 0), (8, 0), (0, 8), (8, 8); B's (n, k) = (0, 0), (0, 8), (8,
+// 0), (8, 8) for 16 columns of one step, (0, 0), (0, 8), (0, 16), (0, 24) for 8 columns of two.
 template <class Layout>
 using FragmentA = FragmentAddress<Layout, 16, 16, true>;
 template <class Layout>

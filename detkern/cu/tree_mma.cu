@@ -1,13 +1,16 @@
-// Contract tree-mma16 (mma.sync.m16n8k16, sm_90 and newer), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
-// one rounding to the operand type, merged along the mid-split tree by sums rounded to that type.
+// Contract tree-mma16 (mma.sync.m16n8k16, sm_90 and newer), f16 and bf16: leaves of 32 k, two tensor-core steps from +0
+// and one rounding to the operand type, merged along the mid-split tree by sums rounded to that type.
 //
-// Tree. node_walk.cuh's nodes of up to four leaves are merged in registers: `right` gathers the right half of one, `left` holds
-// its left half, then the node; MergeLevels has the nodes above. -0 + x is x for every x, so a sum from -0 adds nothing.
+// Tree. node_walk.cuh's nodes of up to four leaves are merged in registers: `right` gathers the right half of one,
+// `left` holds its left half, then the node; MergeLevels has the nodes above. -0 + x is x for every x, so a sum from -0
+// adds nothing.
 // Tile. As in mma.cu. A leaf's accumulators live only until they are rounded, 8 columns of a warp at a time.
-// Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K, WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8))
-//                             + SHARED_LEVELS * 2 * TILE_M * TILE_N.
-// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k / 32).
+// Launch. 32 * WARPS_M * WARPS_N threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at
+// once.
+// Shared memory. SMEM_BYTES = SHARED_LEVELS * 2 * TILE_M * TILE_N + max(STAGES * 2 * (TILE_M + TILE_N) * TILE_K,
+//                                                                 WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8)).
+// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2) and
+// L = ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, SHARED_LEVELS,
 // CTAS_PER_SM, SMEM_BYTES.
 #include "merge.cuh"
@@ -53,7 +56,8 @@ DETKERN_INLINE void clear_words(uint32_t (&words)[WORDS]) {
   for (int i = 0; i < WORDS; ++i) words[i] = MINUS_ZEROS;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t first_stage = shared_address(shared);
   const uint32_t last_stage = first_stage + (STAGES - 1) * STAGE_BYTES;
@@ -151,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kerne
 
     copy_async_wait<0>();
     __syncthreads();
-    WarpOutput(p, shared, output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile))).store<true>([&](int block, int j, int half) {
+    const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile));
+    WarpOutput(p, shared, target).store<true>([&](int block, int j, int half) {
       const uint32_t word = left[(block * BLOCKS_N + j) * 2 + half];
       return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
     });
