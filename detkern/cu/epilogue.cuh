@@ -17,8 +17,8 @@ class Epilogue {
 
   // What the chain starts from at [row, column]: the output where it accumulates, else +0.
   DETKERN_INLINE float initial(int64_t row, int64_t column) const {
-    if (!p_.accumulate || row >= p_.m || column >= p_.n) return 0.0f;
-    return reinterpret_cast<const float*>(out_)[row * p_.out_row + column * p_.out_col];
+    const bool inside = p_.accumulate && row < p_.m && column < p_.n;
+    return load_global_if(inside, reinterpret_cast<const float*>(out_) + row * p_.out_row + column * p_.out_col);
   }
 
   // The bias of COUNT columns from `column` on; zeros where there is none, which change no bit after the +0.

@@ -13,7 +13,8 @@
 #include "simt.cuh"
 
 using Layout = ThreadLayout<TILE_M, TILE_N, WARPS_M, WARPS_N>;
-using MainLoop = SimtMainLoop<OPERAND, LOAD_A, LOAD_B, TILE_K, Layout, TILE_M, TILE_N, THREADS>;
+constexpr int AHEAD = OPERAND == F32 || (LOAD_A == K_MAJOR && LOAD_B == K_MAJOR) ? 1 : 2;  // as measured on an H200
+using MainLoop = SimtMainLoop<OPERAND, LOAD_A, LOAD_B, AHEAD, TILE_K, Layout, TILE_M, TILE_N, THREADS>;
 static_assert(THREADS == 32 * WARPS_M * WARPS_N && STAGES == 2, "geometry");
 static_assert(SMEM_BYTES == MainLoop::SHARED_BYTES, "shared memory");
 
@@ -28,18 +29,25 @@ DETKERN_INLINE void read_output(const GemmParams& p, int64_t tile, MainLoop::Acc
   if (!p.accumulate) return;
   const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
   const Epilogue epilogue(p, target.batch);
-  const int64_t row = target.row + Layout::first_row(), column = target.column + Layout::first_column();
+  const int thread = thread_index();
+  const int64_t row = target.row + Layout::first_row(thread), column = target.column + Layout::first_column(thread);
 #pragma unroll
   for (int m = 0; m < Layout::THREAD_M; ++m) {
 #pragma unroll
-    for (int n = 0; n < Layout::THREAD_N; ++n) acc[m][n] = epilogue.initial(row + Layout::row(m), column + Layout::column(n));
+    for (int n = 0; n < Layout::THREAD_N; ++n) {
+      int64_t of_m = row + Layout::row(m), of_n = column + Layout::column(n);
+      forget(of_m);  // one element's address and bounds at a time: all of them do not fit beside the accumulators
+      forget(of_n);
+      acc[m][n] = epilogue.initial(of_m, of_n);
+    }
   }
 }
 
 DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const MainLoop::Accumulators& acc) {
   const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
   const Epilogue epilogue(p, target.batch);
-  const int64_t row = target.row + Layout::first_row(), column = target.column + Layout::first_column();
+  const int thread = thread_index();
+  const int64_t row = target.row + Layout::first_row(thread), column = target.column + Layout::first_column(thread);
 #pragma unroll
   for (int n = 0; n < Layout::THREAD_N; n += 4) {
     float bias[4];
@@ -54,8 +62,8 @@ DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const MainLo
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(16) char shared[];
-  const int64_t tiles = tile_count<TILE_M, TILE_N>(p);
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  // The count is computed again for every tile, since it would be held in registers through the main loop otherwise.
+  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(*forgotten(&p)); tile += gridDim.x) {
     MainLoop::Accumulators acc;
     read_output(p, tile, acc);
     if (p.k > 0) {

@@ -69,6 +69,15 @@ DETKERN_INLINE void load_global_if(bool wanted, const void* source, uint32_t (&w
                : "l"(source), "r"(static_cast<int>(wanted)));
 }
 
+// A load under a predicate, else +0, done where it stands.
+DETKERN_INLINE float load_global_if(bool wanted, const float* source) {
+  float value = 0.0f;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.f32 %0, [%1];}"
+               : "+f"(value)
+               : "l"(source), "r"(static_cast<int>(wanted)));
+  return value;
+}
+
 // ---- asynchronous copies (9.7.9.25.3) -----------------------------------------------------------------------------
 
 // Copies `bytes` (0 to 16) of a 16-byte aligned chunk and fills the rest of the 16 with zeros; nothing is read for 0.

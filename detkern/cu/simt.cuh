@@ -70,8 +70,9 @@ class OperandStage {
   static_assert(THREAD_COUNT % ALONG == 0, "a pass must cover whole lines");
   static_assert(EXTENT_K % CHUNK == 0 && EXTENT_MN % 16 == 0, "tiles are whole chunks");
 
-  DETKERN_INLINE OperandStage(const void* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size)
-      : line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), k_stride_(LOAD == K_MAJOR ? 1 : k_stride) {
+  DETKERN_INLINE OperandStage(const void* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
+                              int thread)
+      : thread_(thread), line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), k_stride_(LOAD == K_MAJOR ? 1 : k_stride) {
     const Element* first = static_cast<const Element*>(origin);
     if constexpr (LOAD == MN_MAJOR) {
       pointer_ = first + (mn0 + chunk() * CHUNK) + line() * k_stride;
@@ -165,13 +166,14 @@ class OperandStage {
     }
   }
 
-  static DETKERN_INLINE int line() { return static_cast<int>(threadIdx.x) / ALONG; }
-  static DETKERN_INLINE int chunk() { return static_cast<int>(threadIdx.x) % ALONG; }
+  DETKERN_INLINE int line() const { return thread_ / ALONG; }
+  DETKERN_INLINE int chunk() const { return thread_ % ALONG; }
 
   static DETKERN_INLINE int clamp(int64_t value, int high) {
     return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
   }
 
+  int thread_;
   const Element* pointer_;
   int64_t line_stride_;
   int64_t k_stride_;
@@ -200,18 +202,21 @@ struct ThreadLayout {
   static constexpr DETKERN_INLINE int column(int n) { return n / 4 * STEP_N + n % 4; }
 
   // Neighbouring lanes share a row and every other pair a column: 16-byte fragment reads then take two passes, not four.
-  static DETKERN_INLINE int first_row() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static DETKERN_INLINE int first_row(int thread) {
+    const int lane = thread % 32, warp = thread / 32;
     return warp / WARP_COLUMNS * WARP_M + ((lane >> 1 & 1) | (lane >> 4 & 1) << 1) * 4;
   }
-  static DETKERN_INLINE int first_column() {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static DETKERN_INLINE int first_column(int thread) {
+    const int lane = thread % 32, warp = thread / 32;
     return warp % WARP_COLUMNS * WARP_N + ((lane & 1) | (lane >> 2 & 3) << 1) * 4;
   }
 };
 
-// The chains of one output tile, k tile by k tile.
-template <int DTYPE, int LOAD_OF_A, int LOAD_OF_B, int EXTENT_K, typename Layout, int EXTENT_M, int EXTENT_N, int THREAD_COUNT>
+// The chains of one output tile, k tile by k tile. Asynchronous copies are always of the next tile. AHEAD is 1 where loads
+// into registers are too, and 2 where they are of the tile after it: they start as soon as the registers are free, before
+// the barrier, beyond which the compiler cannot postpone them; it does postpone those of the next tile.
+template <int DTYPE, int LOAD_OF_A, int LOAD_OF_B, int AHEAD, int EXTENT_K, typename Layout, int EXTENT_M, int EXTENT_N,
+          int THREAD_COUNT>
 class SimtMainLoop {
  public:
   static constexpr int STAGE_BYTES = EXTENT_K * (EXTENT_M + EXTENT_N) * 4;
@@ -222,8 +227,9 @@ class SimtMainLoop {
 
   DETKERN_INLINE SimtMainLoop(const GemmParams& p, int64_t batch_a, int64_t batch_b, int64_t row, int64_t column,
                               uint32_t shared)
-      : a_(static_cast<const typename StageA::Element*>(p.a) + batch_a, p.a_row, p.a_col, row, p.m),
-        b_(static_cast<const typename StageB::Element*>(p.b) + batch_b, p.b_col, p.b_row, column, p.n),
+      : thread_(thread_index()),
+        a_(static_cast<const typename StageA::Element*>(p.a) + batch_a, p.a_row, p.a_col, row, p.m, thread_),
+        b_(static_cast<const typename StageB::Element*>(p.b) + batch_b, p.b_col, p.b_row, column, p.n, thread_),
         stage_(shared),
         shared_sum_(2 * shared + STAGE_BYTES) {}
 
@@ -233,23 +239,24 @@ class SimtMainLoop {
     fetch<false, false>(stage_, EXTENT_K, true);
     commit(stage_);
     step(1);
-    fetch<false, false>(stage_, EXTENT_K, whole > 1);
+    if (AHEAD == 2) fetch<false, false>(stage_, EXTENT_K, whole > 1);
     synchronize();
     load_fragments(0, 0);
   }
 
   // Adds the current tile's products to the chains and brings in the next; `left` whole tiles follow the current one.
-  // Asynchronous copies of the next tile start at once. Registers are filled for the tile after the next as soon as they
-  // are free, before the barrier, beyond which the compiler cannot postpone the loads.
   DETKERN_INLINE void advance(Accumulators& acc, int64_t left) {
 #pragma unroll
     for (int k = 0; k < EXTENT_K; ++k) {
-      if (k == 0) fetch<false, true>(shared_sum_ - stage_, EXTENT_K, left > 0);
+      if (k == 0) {
+        fetch<false, true>(shared_sum_ - stage_, EXTENT_K, left > 0);
+        if (AHEAD == 1) fetch<false, false>(shared_sum_ - stage_, EXTENT_K, left > 0);
+      }
       if (k == EXTENT_K - 1) {
         stage_ = shared_sum_ - stage_;
         commit(stage_);
         step(1);
-        fetch<false, false>(stage_, EXTENT_K, left > 1);
+        if (AHEAD == 2) fetch<false, false>(stage_, EXTENT_K, left > 1);
         synchronize();
         load_fragments(0, 0);
       } else {
@@ -314,10 +321,10 @@ class SimtMainLoop {
   }
 
   DETKERN_INLINE void load_fragments(int k, int buffer) {
-    load_fragment<Layout::BLOCKS_M, Layout::STEP_M>(stage_ + k * EXTENT_M * 4, Layout::first_row(),
+    load_fragment<Layout::BLOCKS_M, Layout::STEP_M>(stage_ + k * EXTENT_M * 4, Layout::first_row(thread_),
                                                     StageA::swizzle(k / 4), fragment_a_[buffer]);
     load_fragment<Layout::BLOCKS_N, Layout::STEP_N>(stage_ + EXTENT_K * EXTENT_M * 4 + k * EXTENT_N * 4,
-                                                    Layout::first_column(), StageB::swizzle(k / 4), fragment_b_[buffer]);
+                                                    Layout::first_column(thread_), StageB::swizzle(k / 4), fragment_b_[buffer]);
   }
 
   // The part of the exchange that reaches beyond a block's step is folded into the block's number, at compile time.
@@ -336,6 +343,7 @@ class SimtMainLoop {
     }
   }
 
+  int thread_;
   StageA a_;
   StageB b_;
   uint32_t stage_;

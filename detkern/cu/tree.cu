@@ -17,7 +17,7 @@
 #include "simt.cuh"
 
 using Layout = ThreadLayout<TILE_M, TILE_N, WARPS_M, WARPS_N>;
-using MainLoop = SimtMainLoop<OPERAND, LOAD_A, LOAD_B, TILE_K, Layout, TILE_M, TILE_N, THREADS>;
+using MainLoop = SimtMainLoop<OPERAND, LOAD_A, LOAD_B, 2, TILE_K, Layout, TILE_M, TILE_N, THREADS>;
 constexpr int BAND = 16;
 constexpr int LEAF = 32;
 constexpr int WORDS = Layout::THREAD_M * Layout::THREAD_N / 2;
@@ -28,7 +28,8 @@ static_assert(SMEM_BYTES == MainLoop::SHARED_BYTES + SHARED_LEVELS * Stack::LEVE
 DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const uint32_t (&root)[WORDS]) {
   const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
   const Epilogue epilogue(p, target.batch);
-  const int64_t row = target.row + Layout::first_row(), column = target.column + Layout::first_column();
+  const int thread = thread_index();
+  const int64_t row = target.row + Layout::first_row(thread), column = target.column + Layout::first_column(thread);
 #pragma unroll
   for (int n = 0; n < Layout::THREAD_N; n += 4) {
     float bias[4];
@@ -49,8 +50,8 @@ DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const uint32
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(16) char shared[];
-  const int64_t tiles = tile_count<TILE_M, TILE_N>(p);
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  // The count is computed again for every tile, since it would be held in registers through the main loop otherwise.
+  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(*forgotten(&p)); tile += gridDim.x) {
     uint32_t value[WORDS] = {};
     if (p.k > 0) {
       const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
