@@ -146,10 +146,10 @@ extern "C" void set(unsigned long value) { asm volatile("msr fpcr, %0" ::"r"(val
 extern "C" unsigned long flushing() { return get() | 1ul << 24; }
 #endif
 extern "C" unsigned long rounding(int mode) {
-  const unsigned long before = get();
+  const int before = fegetround();  // restored as a whole: on x86-64 it is the x87 unit's too, which set() does not reach
   fesetround(mode == 0 ? FE_UPWARD : mode == 1 ? FE_DOWNWARD : FE_TOWARDZERO);
   const unsigned long result = get();
-  set(before);
+  fesetround(before);
   return result;
 }
 """
@@ -194,7 +194,9 @@ def test_the_callers_modes_do_not_matter_and_come_back(
     shape = (60, 64, 300)
     cases = [(c, operand_pair(d, shape, kind), d) for c, d in PAIRS for kind in ("normal", "subnormal")]
     want = [gemm(contract, *pair, out_dtype=dtype) for contract, pair, dtype in cases]
-    eights = [operands.generate("normal", d, s, 3) for d, s in zip(FP8_BLOCK128.operands, ((9, 128), (128, 9)), strict=True)]
+    eights = [
+        operands.generate("normal", d, s, 3) for d, s in zip(FP8_BLOCK128.operands, ((9, 128), (128, 9)), strict=True)
+    ]
     scales = operands.generate("subnormal", F32, (9, 1), 4), operands.generate("normal", F32, (1, 9), 5)
     out = np.empty((9, 9), np.float32)
     want_fp8 = block_scaled(eights[0], scales[0], eights[1], scales[1], out).copy()
@@ -306,7 +308,9 @@ def test_numpy_serves_without_a_library_and_says_so_once(tmp_path: Path, choice:
     assert child.returncode == 0, err
     said = 0 if choice == "asked for" else 1
     assert out.startswith(f"{digest_of_small_products()} True {said} None "), out
-    assert {"no compiler": "no-such-c++: not found", "failing compiler": "internal compiler error"}.get(choice, "") in out
+    assert {"no compiler": "no-such-c++: not found", "failing compiler": "internal compiler error"}.get(
+        choice, ""
+    ) in out
 
 
 def test_the_library_may_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +400,8 @@ def test_no_memory_is_slower_or_an_error_and_out_is_untouched() -> None:
 
 
 def test_a_machine_without_vector_instructions_has_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     oldest = {"x86_64": "-march=x86-64", "aarch64": "-march=armv8-a"}[platform.machine()]
     changed = {"-O3": "-O0", "-march=native": oldest, "-mcpu=native": oldest}
@@ -412,7 +417,9 @@ def test_a_machine_without_vector_instructions_has_the_same_bits(
     ]
     want = [gemm(*case) for case in cases]
     transposed = [gemm(c, np.asfortranarray(a), np.asfortranarray(b), out_dtype=F16) for c, a, b in cases]
-    eights = [operands.generate("bits", d, s, 3) for d, s in zip(FP8_BLOCK128.operands, ((9, 256), (256, 9)), strict=True)]
+    eights = [
+        operands.generate("bits", d, s, 3) for d, s in zip(FP8_BLOCK128.operands, ((9, 256), (256, 9)), strict=True)
+    ]
     scales = operands.generate("wide", F32, (9, 2), 4), operands.generate("wide", F32, (2, 9), 5)
     want_fp8 = block_scaled(eights[0], scales[0], eights[1], scales[1], np.empty((9, 9), np.float32))
     monkeypatch.setattr(backend, "library", lambda: other)
@@ -420,7 +427,9 @@ def test_a_machine_without_vector_instructions_has_the_same_bits(
         contract, a, b = case
         assert differing(gemm(*case), one) == 0, (contract, a.dtype)
         assert differing(gemm(contract, np.asfortranarray(a), np.asfortranarray(b), out_dtype=F16), two) == 0
-    assert differing(block_scaled(eights[0], scales[0], eights[1], scales[1], np.empty((9, 9), np.float32)), want_fp8) == 0
+    assert (
+        differing(block_scaled(eights[0], scales[0], eights[1], scales[1], np.empty((9, 9), np.float32)), want_fp8) == 0
+    )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 is x86-64's")
@@ -430,4 +439,3 @@ def test_the_avx512_form_compiles(tmp_path: Path) -> None:
         command = [*find_compiler().command, *flags, "-O0", "-S", str(SOURCES / source), "-o", str(tmp_path / "out.s")]
         subprocess.run(command, check=True)
         assert "zmm" in (tmp_path / "out.s").read_text()
-
