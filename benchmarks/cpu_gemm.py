@@ -104,7 +104,13 @@ def measure(threads: int) -> list[dict[str, Any]]:
             detkern.gemm(*tiny)
         taken_once = (time.perf_counter() - start) / loops
     rows.append(
-        {"shape": [1, 8, 16], "contract": "fma", "type": "f32", "threads": threads, "detkern_us": round(taken_once * 1e6, 1)}
+        {
+            "shape": [1, 8, 16],
+            "contract": "fma",
+            "type": "f32",
+            "threads": threads,
+            "detkern_us": round(taken_once * 1e6, 1),
+        }
     )
     return rows
 
@@ -124,7 +130,11 @@ def measure_memory(threads: int) -> list[dict[str, Any]]:
 
     config.num_threads = threads
     rows = []
-    for contract, (m, n, k) in (("fma", (3072, 3072, 2048)), ("mma16", (2048, 2048, 1024)), ("tree", (2048, 2048, 2048))):
+    for contract, (m, n, k) in (
+        ("fma", (3072, 3072, 2048)),
+        ("mma16", (2048, 2048, 1024)),
+        ("tree", (2048, 2048, 2048)),
+    ):
         a, b = np.ones((m, k), ml_dtypes.bfloat16), np.ones((n, k), ml_dtypes.bfloat16).T
         out = np.ones((m, n), np.float32)
         detkern.gemm(a[:8, :64], b[:64, :8], contract=contract)
@@ -197,7 +207,11 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row.get("peak_bytes_beyond", 0) > MEMORY_TARGET:
             wrong.append(f"{show(row)}: more than {MEMORY_TARGET >> 20} MiB")
-        elif row["contract"] == "fma" and row["type"] != "f16" and row.get("of_numpy_cpu", row.get("of_numpy", 1)) < FMA_TARGET:
+        elif (
+            row["contract"] == "fma"
+            and row["type"] != "f16"
+            and row.get("of_numpy_cpu", row.get("of_numpy", 1)) < FMA_TARGET
+        ):
             wrong.append(f"{show(row)}: less than {FMA_TARGET}")
         elif (row["contract"], row["type"]) == ("mma16", "bf16") and row.get("gmac_per_s_per_core", 9) < MMA16_TARGET:
             wrong.append(f"{show(row)}: less than {MMA16_TARGET}")

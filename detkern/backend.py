@@ -64,14 +64,25 @@ class Backend(Protocol):
         """What `gemm` or `block_scaled_gemm` would launch for `problem`."""
 
     def gemm(
-        self, problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None,
+        self,
+        problem: GemmProblem,
+        a: TensorView,
+        b: TensorView,
+        out: TensorView,
+        bias: TensorView | None,
         execution: Execution,
     ) -> None:
         """Enqueue out = contract(a, b) (+ out) (+ bias) on the execution's stream. Sizes and strides are `problem`'s;
         the views give the pointers of the first elements."""
 
     def block_scaled_gemm(
-        self, problem: BlockScaledProblem, a: TensorView, scale_a: TensorView, b: TensorView, scale_b: TensorView,
-        out: TensorView, execution: Execution,
+        self,
+        problem: BlockScaledProblem,
+        a: TensorView,
+        scale_a: TensorView,
+        b: TensorView,
+        scale_b: TensorView,
+        out: TensorView,
+        execution: Execution,
     ) -> None:
         """Enqueue the `fp8-block128` product of quantized blocks on the execution's stream."""

@@ -236,9 +236,7 @@ def test_processes_build_once_and_each_sees_a_whole_library(tmp_path: Path) -> N
     assert len(log.read_text().splitlines()) == 2
 
 
-def test_cache_folder_is_the_configured_one_then_xdg_then_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_folder_is_the_configured_one_then_xdg_then_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "cache_dir", tmp_path / "asked")
     assert cache_folder() == tmp_path / "asked"
     monkeypatch.setattr(config, "cache_dir", None)

@@ -28,7 +28,9 @@ from detkern.tensors import Device, TensorView
 
 CPU = Device("cpu")
 SIZES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 100, 257, 4100)
-PAIRS = [(contract, dtype) for contract in CONTRACTS.values() for dtype in contract.operands if contract != FP8_BLOCK128]
+PAIRS = [
+    (contract, dtype) for contract in CONTRACTS.values() for dtype in contract.operands if contract != FP8_BLOCK128
+]
 PAIR_NAMES = [f"{contract}-{dtype.short}" for contract, dtype in PAIRS]
 
 
@@ -285,14 +287,14 @@ def test_what_the_backend_refuses_and_says() -> None:
         reason = backend.BACKEND.refuses(problem)
         assert reason is not None
         assert all(word in reason for word in words), reason
-    arrays = [np.empty(s, t) for s, t in (((2, 130), E4M3.numpy), ((2, 1), "f4"), ((130, 2), E4M3.numpy), ((1, 2), "f4"))]
+    arrays = [
+        np.empty(s, t) for s, t in (((2, 130), E4M3.numpy), ((2, 1), "f4"), ((130, 2), E4M3.numpy), ((1, 2), "f4"))
+    ]
     scaled = block_scaled_problem(FP8_BLOCK128, *map(view, arrays), view(np.empty((2, 2), "f4")), False)
     assert "multiple of 128, not 130" in (backend.BACKEND.refuses(scaled) or "")
 
 
-def test_what_would_run_names_the_kernel_and_the_tile(
-    native_library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "num_threads", 3)
     kernel = backend.BACKEND.kernel(problem_of(MMA16, BF16, BF16))
     assert kernel.name.startswith("c++ mma16 (")
@@ -461,15 +463,15 @@ def small_case(group: int, exponent: int, start: int | None) -> tuple[np.ndarray
     b = operands.generate("normal", F32, (8, group, 16), exponent + 2000) * right
     acc = np.zeros((8, 16), np.float32)
     if start is not None:
-        acc = operands.generate("normal", F32, (8, 16), exponent + 3000) * np.float32(2.0 ** max(exponent + start, -149))
+        acc = operands.generate("normal", F32, (8, 16), exponent + 3000) * np.float32(
+            2.0 ** max(exponent + start, -149)
+        )
     return a.astype(BF16.numpy), b.astype(BF16.numpy), acc.astype(np.float32)
 
 
 def expected_step(step: TensorCoreStep, a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return np.concatenate(
-            [tensor_core_step(step, start[i : i + 1], a[i : i + 1], b[i]) for i in range(len(a))]
-        )
+        return np.concatenate([tensor_core_step(step, start[i : i + 1], a[i : i + 1], b[i]) for i in range(len(a))])
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,14 @@ def build(recipe: Recipe, compiler: Compiler | None = None, folder: Path | None 
     """
     compiler = compiler or find_compiler()
     digest = hashlib.sha256()
-    for part in (str(ABI_VERSION), *compiler.command, compiler.version, *recipe.flags, *recipe.link_flags, cpu_features()):
+    for part in (
+        str(ABI_VERSION),
+        *compiler.command,
+        compiler.version,
+        *recipe.flags,
+        *recipe.link_flags,
+        cpu_features(),
+    ):
         digest.update(part.encode() + b"\0")
     for source in (*recipe.sources, *recipe.headers):
         content = source.read_bytes()

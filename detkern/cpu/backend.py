@@ -192,9 +192,7 @@ def _block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
     return bytes(d)
 
 
-def _numpy_gemm(
-    problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None
-) -> None:
+def _numpy_gemm(problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None) -> None:
     batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
     if 0 in (*batch, m, n):
         return
