@@ -28,18 +28,22 @@ DETKERN_INLINE void read_output(const GemmParams& p, int64_t tile, MainLoop::Acc
   }
   if (!p.accumulate) return;
   const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-  const Epilogue epilogue(p, target.batch);
   const int thread = thread_index();
   const int64_t row = target.row + Layout::first_row(thread), column = target.column + Layout::first_column(thread);
+  const int rows = static_cast<int>(min(p.m - row, int64_t(TILE_M)));
+  const int columns = static_cast<int>(min(p.n - column, int64_t(TILE_N)));
+  // Each address comes from the one before: all of them would not fit the registers beside the accumulators.
+  const float* line = static_cast<const float*>(p.out) + batch_offset(p, p.out_batch, target.batch) + row * p.out_row +
+                      column * p.out_col;
 #pragma unroll
   for (int m = 0; m < Layout::THREAD_M; ++m) {
+    const float* source = line;
 #pragma unroll
     for (int n = 0; n < Layout::THREAD_N; ++n) {
-      int64_t of_m = row + Layout::row(m), of_n = column + Layout::column(n);
-      forget(of_m);  // one element's address and bounds at a time: all of them do not fit beside the accumulators
-      forget(of_n);
-      acc[m][n] = epilogue.initial(of_m, of_n);
+      acc[m][n] = load_global_if(Layout::row(m) < rows && Layout::column(n) < columns, source);
+      source += (Layout::column(n + 1) - Layout::column(n)) * p.out_col;
     }
+    line += (Layout::row(m + 1) - Layout::row(m)) * p.out_row;
   }
 }
 
