@@ -217,6 +217,20 @@ def test_threads_build_once(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     assert len(log.read_text().splitlines()) == 2  # compile, link
 
 
+def test_a_library_gets_its_name_when_it_is_whole(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that looks for the name takes no lock, so what it finds under it has to be complete."""
+    seen = []
+    rename = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        seen.append((ctypes.CDLL(str(source)).seven(), Path(target).exists()))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert build(small_recipe(tmp_path)).exists()
+    assert seen == [(7, False)]
+
+
 def test_processes_build_once_and_each_sees_a_whole_library(tmp_path: Path) -> None:
     log = tmp_path / "calls"
     small_recipe(tmp_path)
