@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import subprocess
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import detkern
 from detkern import plan, registry
+from detkern.backend import Execution
 from detkern.cpu.backend import BACKEND as CPU_BACKEND
 from detkern.dtypes import BF16, DTYPES, F32, DType
 from detkern.tensors import (
@@ -307,12 +309,17 @@ class FakeCuda:
         self.current = 5
         self.finished: set[int] = set()
         self.capturing = False
+        self.alive: set[int] = set()  # events whose object still exists: CuPy destroys one with its object
         fake = self
         numbers = itertools.count(1)
 
         class Event:
             def __init__(self, disable_timing: bool) -> None:
                 self.ptr = next(numbers)
+                fake.alive.add(self.ptr)
+
+            def __del__(self) -> None:
+                fake.alive.discard(self.ptr)
 
             @property
             def done(self) -> bool:
@@ -358,13 +365,17 @@ class FakeCuda:
             get_current_stream=lambda index: Stream(self.current),
             runtime=types.SimpleNamespace(
                 eventRecord=lambda event, stream: self.log.append(("record", stream, event)),
-                streamWaitEvent=lambda stream, event: self.log.append(("wait", stream, event)),
+                streamWaitEvent=self.wait,
                 streamIsCapturing=lambda stream: self.capturing,
                 streamSynchronize=lambda stream: self.log.append(("synchronize", stream)),
                 pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=0),
                 getDevice=lambda: 0,
             ),
         )
+
+    def wait(self, stream: int, event: int) -> None:
+        assert event in self.alive, "the event was destroyed before the wait for it was enqueued"
+        self.log.append(("wait", stream, event))
 
 
 class OnCuda:
@@ -501,3 +512,55 @@ def test_without_cupy_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(detkern.DeviceError, match="need CuPy"):
         detkern.gemm(OnCuda(A, []), OnCuda(B, []))
+
+
+def test_jax_work_on_cuda_keeps_one_stream_and_the_import_of_the_result_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    module = importlib.import_module("detkern.tensors.jax")
+    device = Device("cuda", 0)
+    named = itertools.count(100)  # JAX names another stream of its pool at every call
+    waits: list[tuple[str, int, int]] = []
+
+    class Holder:
+        platform = "gpu"
+
+        def get_stream_for_external_ready_events(self) -> int:
+            return next(named)
+
+    holder = Holder()
+
+    class Array:
+        dtype = np.dtype(np.float32)
+
+        def is_deleted(self) -> bool:
+            return False
+
+        def devices(self) -> set[Holder]:
+            return {holder}
+
+        def __dlpack__(self, *, stream: int) -> int:
+            return stream
+
+    def read(array: Array, argument: str, hint: str, *, stream: int) -> tuple[Any, ...]:
+        waits.append((argument, 0, stream))
+        return 4096, (2, 3), (3, 1), F32, device, None, None, None
+
+    monkeypatch.setattr(module, "read", read)
+    monkeypatch.setattr(module, "device_of", lambda array, argument: device)
+    monkeypatch.setattr(module, "external_execution", lambda device, stream: Execution(device, stream, None))
+    monkeypatch.setattr(module, "keep", lambda device, stream, owner: None)
+    monkeypatch.setattr(module, "order", lambda device, first, then: waits.append(("import", first, then)))
+    adapter = module._Jax(jax)
+    monkeypatch.setattr(adapter, "_from_dlpack", lambda array: array.__dlpack__(stream=777))
+
+    first = adapter.view(Array(), "a")
+    execution = adapter.execution(first.device)
+    adapter.view(Array(), "b", execution.stream)
+    assert adapter.execution(device).stream == execution.stream
+    assert waits == [("a", 0, execution.stream), ("b", 0, execution.stream)]
+
+    result = TensorView(4096, (2, 3), (3, 1), F32, device, False, (Array(), None))
+    assert adapter.result(Array(), result, execution) == 777
+    assert waits[2:] == [("import", execution.stream, 777)]

@@ -1,9 +1,10 @@
 """JAX arrays. They are immutable: never an `out`. A result on the CPU is new host memory that JAX adopts without a copy;
 on CUDA it is a new JAX array, written before JAX sees it again through DLPack.
 
-On CUDA the work goes to the stream that JAX keeps for external producers: `__dlpack__` makes it wait for the arrays, and
-JAX makes every reader of an array that it imports wait for it. JAX's allocator does not know that stream, so the
-operands and the memory of the result are held until the work has finished. Scratch memory comes from CuPy's pool.
+On CUDA the work goes to one stream a device, of those that JAX keeps for external producers (asked again, JAX may name
+another of them): `__dlpack__` makes it wait for the operands, and the stream on which JAX imports the result waits for it,
+as every reader of the result then does. JAX's allocator does not know that stream, so the operands and the memory of the
+result are held until the work has finished. Scratch memory comes from CuPy's pool.
 """
 
 from __future__ import annotations
@@ -22,13 +23,29 @@ from .adapter import Adapter
 from .cupy import external_execution
 from .dlpack import Exported, device_of, read
 from .numpy import CPU, host_memory, scratch
-from .streams import keep
+from .streams import keep, order
 from .types import refuse_type
 from .view import Device, TensorView
 
 __all__ = ["jax_adapter"]
 
 _TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+
+
+class _After:
+    """A JAX array to import: the importer's stream waits for the work on an execution's as well as for the array."""
+
+    def __init__(self, array: Any, execution: Execution) -> None:
+        self._array = array
+        self._execution = execution
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        # DLPack's 1 (and None) is the legacy default stream, CUDA's 0.
+        order(self._execution.device, self._execution.stream, 0 if stream in (None, 1) else stream)
+        return self._array.__dlpack__(stream=stream, **options)
 
 
 @cache
@@ -47,7 +64,7 @@ class _Jax(Adapter):
         self._tracer = jax.core.Tracer
         self._cpu = Execution(CPU, 0, scratch)
         self._jax_devices: dict[Device, Any] = {}
-        self._executions: dict[tuple[Device, int], Execution] = {}
+        self._executions: dict[Device, Execution] = {}
 
     def view(
         self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
@@ -88,10 +105,10 @@ class _Jax(Adapter):
     def execution(self, device: Device) -> Execution:
         if device.kind == "cpu":
             return self._cpu
-        stream = self._jax_devices[device].get_stream_for_external_ready_events()
-        execution = self._executions.get((device, stream))
+        execution = self._executions.get(device)
         if execution is None:
-            execution = self._executions[device, stream] = external_execution(device, stream)
+            stream = self._jax_devices[device].get_stream_for_external_ready_events()
+            execution = self._executions.setdefault(device, external_execution(device, stream))
         return execution
 
     def empty(
@@ -120,7 +137,7 @@ class _Jax(Adapter):
             return array if array.devices() == {holder} else self._jax.device_put(array, holder)
         # Imported anew, because only an array that comes from outside waits for the stream of the work.
         keep(execution.device, execution.stream, view.array)
-        return self._from_dlpack(view.array[0])
+        return self._from_dlpack(_After(view.array[0], execution))
 
     def release(self, array: Any, view: TensorView, execution: Execution, written: bool) -> None:
         keep(execution.device, execution.stream, view.array)

@@ -60,7 +60,8 @@ def order(device: Device, first: int, then: int) -> None:
         return
     cupy = cupy_runtime(device)
     with cupy.cuda.Device(device.index):
-        cupy.cuda.runtime.streamWaitEvent(then, _event(cupy, first).ptr)
+        event = _event(cupy, first)  # named, so that it lives until the wait is enqueued
+        cupy.cuda.runtime.streamWaitEvent(then, event.ptr)
 
 
 def keep(device: Device, stream: int, owner: Any) -> None:
