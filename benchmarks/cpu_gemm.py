@@ -40,12 +40,16 @@ def cpu_model() -> str:
 
 
 def timed(calls: list[Callable[[], object]]) -> list[tuple[float, float]]:
-    """Median wall time and median CPU time of each call in seconds; the calls are taken in turn."""
+    """Median wall time and median CPU time of each call in seconds; the calls are taken in turn.
+
+    After each pause a call is made once untimed: waking a halted virtual core takes milliseconds, for every library.
+    """
     walls: list[list[float]] = [[] for _ in calls]
     cpus: list[list[float]] = [[] for _ in calls]
     for repetition in range(REPETITIONS + 1):
         for call, wall, cpu in zip(calls, walls, cpus, strict=True):
             time.sleep(PAUSE)
+            call()
             start, start_cpu = time.perf_counter(), time.process_time()
             call()
             if repetition:  # the first warms up
