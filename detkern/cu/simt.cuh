@@ -2,7 +2,7 @@
 //
 // Shared memory holds two stages of A [EXTENT_K][EXTENT_M] and B [EXTENT_K][EXTENT_N], binary32: 8 * EXTENT_K * (EXTENT_M + EXTENT_N)
 // bytes. 16-bit operands are upcast once, when a tile is staged, not in the inner loop, whose issue slots are all needed for
-// FFMA. f32 operands contiguous in M (N) go there by cp.async; all others through registers, fetched one tile ahead and
+// FFMA. f32 operands contiguous in M (N) go there by cp.async; all others through registers, fetched one or two tiles ahead and
 // transposed or upcast on the way. Each thread owns THREAD_M x THREAD_N outputs, as 4 x 4 blocks spread over the warp's
 // tile, so that a warp reads whole banks and writes whole sectors.
 #pragma once
