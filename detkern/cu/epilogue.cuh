@@ -12,7 +12,8 @@ class Epilogue {
     const int size = p.out_dtype == F32 ? 4 : 2;
     out_ = static_cast<char*>(p.out) + batch_offset(p, p.out_batch, batch) * size;
     // Rows of the output can be written by vectors of up to 16 bytes.
-    vector_ = p.out_col == 1 && ((reinterpret_cast<uint64_t>(out_) | static_cast<uint64_t>(p.out_row * size)) & 15) == 0;
+    const uint64_t addresses = reinterpret_cast<uint64_t>(out_) | static_cast<uint64_t>(p.out_row * size);
+    vector_ = p.out_col == 1 && addresses % 16 == 0;
   }
 
   // What the chain starts from at [row, column]: the output where it accumulates, else +0.

@@ -1,14 +1,15 @@
-// Contract `fma`: each output is one chain acc = fma(a[k], b[k], acc), binary32, k ascending from 0 to K - 1, from +0 (or
-// from `out`), on CUDA cores. f32, f16 and bf16 operands; no K is ever split, so no tile, grid or load changes a bit.
+// Contract `fma`: each output is one chain acc = fma(a[k], b[k], acc), binary32, k ascending from 0 to K - 1, from +0
+// (or from `out`), on CUDA cores. f32, f16 and bf16 operands; no K is ever split, so no tile, grid or load changes a
+// bit.
 //
 // Macros   OPERAND (F32 1, F16 2, BF16 3), LOAD_A, LOAD_B (STRIDED 0, K_MAJOR 1, MN_MAJOR 2), TILE_M, TILE_N, TILE_K,
 //          WARPS_M, WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, CTAS_PER_SM (a register bound), SMEM_BYTES, STAGES = 2.
 // Tile     TILE_M x TILE_N outputs; TILE_M a multiple of 16 * WARPS_M, TILE_N of 32 * WARPS_N, TILE_K 8, 16 or 32.
-// Launch   THREADS threads, grid (min(tiles, 2^31 - 1), 1, 1) with tiles = batch * ceil(m / TILE_M) * ceil(n / TILE_N): one
-//          tile a CTA; any smaller grid.x is right as well.
+// Launch   THREADS threads, grid (min(tiles, 2^31 - 1), 1, 1) with tiles = batch * ceil(m / TILE_M) * ceil(n / TILE_N):
+//          one tile a CTA; any smaller grid.x is right as well.
 // Memory   SMEM_BYTES = 8 * TILE_K * (TILE_M + TILE_N) of dynamic shared memory (two stages in binary32); no scratch.
-// Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of 16
-//          bytes; a line may end anywhere.
+// Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of
+//          16 bytes; a line may end anywhere.
 #include "epilogue.cuh"
 #include "simt.cuh"
 
@@ -65,7 +66,8 @@ DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const MainLo
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(16) char shared[];
   // The count is computed again for every tile, since it would be held in registers through the main loop otherwise.
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(*forgotten(&p)); tile += gridDim.x) {

@@ -1,15 +1,16 @@
-// The online merge of a mid-split tree: leaves come in order, and each node is added as soon as its right child is done.
+// The online merge of a mid-split tree: leaves come in order, and each node is added as soon as its right child is
+// done.
 //
 // Shape. Node [lo, hi) splits at lo + (hi - lo) // 2, so the right child has the half rounded up, and a node of depth d
-// whose path from the root spells the bits b0 .. b(d-1) has floor((L + b0 + 2 b1 + .. + 2^(d-1) b(d-1)) / 2^d) leaves. At
-// depth D = floor(log2 L) that is 1 or 2: the tree is a perfect one of 2^D bottom nodes, of which number j is a pair
-// exactly when L - 2^D + bitreverse_D(j) >= 2^D. So after bottom node j as many nodes end as j has trailing ones, as in a
-// binary counter, and nothing has to be stored about the tree, whatever L is.
+// whose path from the root spells the bits b0 .. b(d-1) has floor((L + b0 + 2 b1 + .. + 2^(d-1) b(d-1)) / 2^d) leaves.
+// At depth D = floor(log2 L) that is 1 or 2: the tree is a perfect one of 2^D bottom nodes, of which number j is a pair
+// exactly when L - 2^D + bitreverse_D(j) >= 2^D. So after bottom node j as many nodes end as j has trailing ones, as in
+// a binary counter, and nothing has to be stored about the tree, whatever L is.
 //
-// Memory. At most ceil(log2 L) left children wait at a time. The LEVELS_IN_SHARED lowest, which are used most, lie in shared
-// memory (LEVELS_IN_SHARED * WORDS * THREAD_COUNT * 4 bytes), the others in global scratch, one slot a CTA; none in registers.
-// Scratch bytes = gridDim.x * max(0, ceil(log2 max(L, 1)) - LEVELS_IN_SHARED) * WORDS * THREAD_COUNT * 4. A thread reads what it
-// wrote itself, so no barrier is needed.
+// Memory. At most ceil(log2 L) left children wait at a time. The LEVELS_IN_SHARED lowest, which are used most, lie in
+// shared memory (LEVELS_IN_SHARED * WORDS * THREAD_COUNT * 4 bytes), the others in global scratch, one slot a CTA; none
+// in registers. Scratch bytes = gridDim.x * max(0, ceil(log2 max(L, 1)) - LEVELS_IN_SHARED) * WORDS * THREAD_COUNT * 4.
+// A thread reads what it wrote itself, so no barrier is needed.
 #pragma once
 
 #include "ptx.cuh"

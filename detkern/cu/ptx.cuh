@@ -121,11 +121,13 @@ template <int DTYPE>
 DETKERN_INLINE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "mma.sync m16n8k16 is used for f16 and bf16");
   if constexpr (DTYPE == BF16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
@@ -194,9 +196,9 @@ DETKERN_INLINE uint16_t round_one(float value) {
   return static_cast<uint16_t>(round_pair<DTYPE>(value, 0.0f));
 }
 
-// Two 16-bit sums, each as if added in binary32 and rounded: 24 >= 2p + 2 makes the double rounding innocuous (p = 11, 8;
-// Figueroa 1995), and sums too small for normal numbers are exact. bf16 has an add of its own from sm_90 on only, so its
-// sum is left * 1 + right, which rounds once as well; a NaN becomes 0x7fff.
+// Two 16-bit sums, each as if added in binary32 and rounded: 24 >= 2p + 2 makes the double rounding innocuous (p = 11,
+// 8; Figueroa 1995), and sums too small for normal numbers are exact. bf16 has an add of its own from sm_90 on only, so
+// its sum is left * 1 + right, which rounds once as well; a NaN becomes 0x7fff.
 template <int DTYPE>
 DETKERN_INLINE uint32_t add_pair(uint32_t left, uint32_t right) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "add_pair takes 16-bit numbers");

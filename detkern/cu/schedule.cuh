@@ -1,7 +1,8 @@
 // Which output tile a CTA computes, and where its batch lies.
 //
 // Every GEMM kernel walks `for (tile = blockIdx.x; tile < tile_count(p); tile += gridDim.x)`, so any grid.x from 1 to
-// min(tile count, 2^31 - 1) is right; grid.y and grid.z are 1. The tile count is batch * ceil(m / TILE_M) * ceil(n / TILE_N).
+// min(tile count, 2^31 - 1) is right; grid.y and grid.z are 1. The tile count is batch * ceil(m / TILE_M) * ceil(n /
+// TILE_N).
 #pragma once
 
 #include "ptx.cuh"

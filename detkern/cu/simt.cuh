@@ -1,10 +1,10 @@
 // The CUDA-core main loop: tiles of A and B in binary32 in shared memory, register tiles of fused multiply-adds.
 //
-// Shared memory holds two stages of A [EXTENT_K][EXTENT_M] and B [EXTENT_K][EXTENT_N], binary32: 8 * EXTENT_K * (EXTENT_M + EXTENT_N)
-// bytes. 16-bit operands are upcast once, when a tile is staged, not in the inner loop, whose issue slots are all needed for
-// FFMA. f32 operands contiguous in M (N) go there by cp.async; all others through registers, fetched one or two tiles ahead and
-// transposed or upcast on the way. Each thread owns THREAD_M x THREAD_N outputs, as 4 x 4 blocks spread over the warp's
-// tile, so that a warp reads whole banks and writes whole sectors.
+// Shared memory holds two stages of A [EXTENT_K][EXTENT_M] and B [EXTENT_K][EXTENT_N], binary32: 8 * EXTENT_K *
+// (EXTENT_M + EXTENT_N) bytes. 16-bit operands are upcast once, when a tile is staged, not in the inner loop, whose
+// issue slots are all needed for FFMA. f32 operands contiguous in M (N) go there by cp.async; all others through
+// registers, fetched one or two tiles ahead and transposed or upcast on the way. Each thread owns THREAD_M x THREAD_N
+// outputs, as 4 x 4 blocks spread over the warp's tile, so that a warp reads whole banks and writes whole sectors.
 #pragma once
 
 #include "ptx.cuh"
@@ -72,7 +72,9 @@ class OperandStage {
 
   DETKERN_INLINE OperandStage(const void* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
                               int thread)
-      : thread_(thread), line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride), k_stride_(LOAD == K_MAJOR ? 1 : k_stride) {
+      : thread_(thread),
+        line_stride_(LOAD == MN_MAJOR ? k_stride : mn_stride),
+        k_stride_(LOAD == K_MAJOR ? 1 : k_stride) {
     const Element* first = static_cast<const Element*>(origin);
     if constexpr (LOAD == MN_MAJOR) {
       pointer_ = first + (mn0 + chunk() * CHUNK) + line() * k_stride;
@@ -84,9 +86,9 @@ class OperandStage {
     }
   }
 
-  // Starts the copy of the tile that `step` last went to, `k_in_tile` deep (EXTENT_K where not TAIL), where `wanted`. What
-  // is outside in M (N) may be anything, what is beyond `k_in_tile` as well. `stage` is where an asynchronous copy goes.
-  // `wanted` is a predicate of the loads, not a branch, behind which the compiler would move them.
+  // Starts the copy of the tile that `step` last went to, `k_in_tile` deep (EXTENT_K where not TAIL), where `wanted`.
+  // What is outside in M (N) may be anything, what is beyond `k_in_tile` as well. `stage` is where an asynchronous copy
+  // goes. `wanted` is a predicate of the loads, not a branch, behind which the compiler would move them.
   template <bool TAIL>
   DETKERN_INLINE void fetch(uint32_t stage, int k_in_tile, bool wanted) {
 #pragma unroll
@@ -141,8 +143,8 @@ class OperandStage {
     }
   }
 
-  // The columns of row k of a stage are exchanged by xor with this number: a warp that transposes 32 / (EXTENT_K / 4) lines
-  // of EXTENT_K / 4 chunks then stores to 32 different banks.
+  // The columns of row k of a stage are exchanged by xor with this number: a warp that transposes 32 / (EXTENT_K / 4)
+  // lines of EXTENT_K / 4 chunks then stores to 32 different banks.
   static constexpr DETKERN_INLINE int swizzle(int k_chunk) {
     return LOAD == MN_MAJOR ? 0 : k_chunk * (32 / (EXTENT_K / CHUNK)) & (EXTENT_MN < 32 ? EXTENT_MN - 1 : 31);
   }
@@ -182,7 +184,8 @@ class OperandStage {
   bool cut_;    // MN_MAJOR: the operand ends inside a chunk of this CTA's tiles
 };
 
-// How the threads share out a tile: warps in a WARP_ROWS x WARP_COLUMNS grid, lanes 4 x 8 in each, 4 x 4 blocks per lane.
+// How the threads share out a tile: warps in a WARP_ROWS x WARP_COLUMNS grid, lanes 4 x 8 in each, 4 x 4 blocks per
+// lane.
 template <int EXTENT_M, int EXTENT_N, int WARP_ROWS, int WARP_COLUMNS>
 struct ThreadLayout {
   static constexpr int LANES_M = 4;
@@ -195,13 +198,15 @@ struct ThreadLayout {
   static constexpr int BLOCKS_N = WARP_N / STEP_N;
   static constexpr int THREAD_M = 4 * BLOCKS_M;
   static constexpr int THREAD_N = 4 * BLOCKS_N;
-  static_assert(BLOCKS_M * STEP_M * WARP_ROWS == EXTENT_M && BLOCKS_N * STEP_N * WARP_COLUMNS == EXTENT_N, "blocks fill the tile");
+  static_assert(BLOCKS_M * STEP_M * WARP_ROWS == EXTENT_M && BLOCKS_N * STEP_N * WARP_COLUMNS == EXTENT_N,
+                "blocks fill the tile");
 
   // Where a thread's m-th row and n-th column lie from its first.
   static constexpr DETKERN_INLINE int row(int m) { return m / 4 * STEP_M + m % 4; }
   static constexpr DETKERN_INLINE int column(int n) { return n / 4 * STEP_N + n % 4; }
 
-  // Neighbouring lanes share a row and every other pair a column: 16-byte fragment reads then take two passes, not four.
+  // Neighbouring lanes share a row and every other pair a column: 16-byte fragment reads then take two passes, not
+  // four.
   static DETKERN_INLINE int first_row(int thread) {
     const int lane = thread % 32, warp = thread / 32;
     return warp / WARP_COLUMNS * WARP_M + ((lane >> 1 & 1) | (lane >> 4 & 1) << 1) * 4;
@@ -212,9 +217,9 @@ struct ThreadLayout {
   }
 };
 
-// The chains of one output tile, k tile by k tile. Asynchronous copies are always of the next tile. AHEAD is 1 where loads
-// into registers are too, and 2 where they are of the tile after it: they start as soon as the registers are free, before
-// the barrier, beyond which the compiler cannot postpone them; it does postpone those of the next tile.
+// The chains of one output tile, k tile by k tile. Asynchronous copies are always of the next tile. AHEAD is 1 where
+// loads into registers are too, and 2 where they are of the tile after it: they start as soon as the registers are
+// free, before the barrier, beyond which the compiler cannot postpone them; it does postpone those of the next tile.
 template <int DTYPE, int LOAD_OF_A, int LOAD_OF_B, int AHEAD, int EXTENT_K, typename Layout, int EXTENT_M, int EXTENT_N,
           int THREAD_COUNT>
 class SimtMainLoop {
@@ -324,7 +329,8 @@ class SimtMainLoop {
     load_fragment<Layout::BLOCKS_M, Layout::STEP_M>(stage_ + k * EXTENT_M * 4, Layout::first_row(thread_),
                                                     StageA::swizzle(k / 4), fragment_a_[buffer]);
     load_fragment<Layout::BLOCKS_N, Layout::STEP_N>(stage_ + EXTENT_K * EXTENT_M * 4 + k * EXTENT_N * 4,
-                                                    Layout::first_column(thread_), StageB::swizzle(k / 4), fragment_b_[buffer]);
+                                                    Layout::first_column(thread_), StageB::swizzle(k / 4),
+                                                    fragment_b_[buffer]);
   }
 
   // The part of the exchange that reaches beyond a block's step is folded into the block's number, at compile time.

@@ -1,17 +1,18 @@
 // Contract `tree`: a mid-split tree over K. Leaves of 32 k (the last may be shorter), each a chain of binary32 fused
-// multiply-adds from +0 rounded once to the operand type; a node is left + right, rounded to the operand type. CUDA cores;
-// f16 and bf16 operands. merge.cuh has the tree.
+// multiply-adds from +0 rounded once to the operand type; a node is left + right, rounded to the operand type. CUDA
+// cores; f16 and bf16 operands. merge.cuh has the tree.
 //
 // Macros   OPERAND (F16 2, BF16 3), LOAD_A, LOAD_B (STRIDED 0, K_MAJOR 1, MN_MAJOR 2), TILE_M, TILE_N, TILE_K, WARPS_M,
-//          WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, CTAS_PER_SM (a register bound), SHARED_LEVELS, SMEM_BYTES, STAGES = 2.
+//          WARPS_N, THREADS = 32 * WARPS_M * WARPS_N, CTAS_PER_SM (a register bound), SHARED_LEVELS, SMEM_BYTES, STAGES
+//          = 2.
 // Tile     TILE_M x TILE_N outputs; TILE_M a multiple of 16 * WARPS_M, TILE_N of 32 * WARPS_N, TILE_K 8, 16 or 32.
-// Launch   THREADS threads, grid (min(tiles, CTAS_PER_SM * multiprocessors), 1, 1) with tiles = batch * ceil(m / TILE_M) *
-//          ceil(n / TILE_N): CTAs walk tiles, which bounds the scratch; any grid.x >= 1 is right as well.
-// Memory   SMEM_BYTES = 8 * TILE_K * (TILE_M + TILE_N) + SHARED_LEVELS * TILE_M * TILE_N * 2 of dynamic shared memory: two
-//          stages in binary32 and the lowest levels of waiting children. Scratch, 16-byte aligned and not initialised:
-//          grid.x * max(0, ceil(log2(max(1, ceil(k / 32)))) - SHARED_LEVELS) * TILE_M * TILE_N * 2 bytes.
-// Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of 16
-//          bytes; a line may end anywhere.
+// Launch   THREADS threads, grid (min(tiles, CTAS_PER_SM * multiprocessors), 1, 1) with tiles = batch * ceil(m /
+//          TILE_M) * ceil(n / TILE_N): CTAs walk tiles, which bounds the scratch; any grid.x >= 1 is right as well.
+// Memory   SMEM_BYTES = 8 * TILE_K * (TILE_M + TILE_N) + SHARED_LEVELS * TILE_M * TILE_N * 2 of dynamic shared memory:
+//          two stages in binary32 and the lowest levels of waiting children. Scratch, 16-byte aligned and not
+//          initialised: grid.x * max(0, ceil(log2(max(1, ceil(k / 32)))) - SHARED_LEVELS) * TILE_M * TILE_N * 2 bytes.
+// Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of
+//          16 bytes; a line may end anywhere.
 #include "epilogue.cuh"
 #include "merge.cuh"
 #include "simt.cuh"
@@ -48,7 +49,8 @@ DETKERN_INLINE void write_output(const GemmParams& p, int64_t tile, const uint32
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) detkern_kernel(const __grid_constant__ GemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(16) char shared[];
   // The count is computed again for every tile, since it would be held in registers through the main loop otherwise.
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(*forgotten(&p)); tile += gridDim.x) {
