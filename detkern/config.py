@@ -6,6 +6,8 @@ contract (DETKERN_CONTRACT): the contract of calls that name none. A contract's 
 num_threads (DETKERN_NUM_THREADS): threads that one call of the CPU backend may use, or None for as many as the process
     may run on.
 cache_dir (DETKERN_CACHE_DIR): where compiled kernels are kept, or None for the user's cache folder.
+dependent_launch (DETKERN_DEPENDENT_LAUNCH): whether CUDA kernels that can may start while the kernel before them in the
+    stream still ends (programmatic dependent launch); True unless set to False ("0").
 
 Set them as module attributes (`detkern.config.contract = "mma16"`); a wrong value raises ArgumentError (an unknown
 contract ContractUnsupported) at once and changes nothing. They are read at each call, and hold for all threads of the
@@ -25,11 +27,12 @@ from .contracts import Contract, get_contract
 from .dtypes import DTYPES, DType, by_name
 from .errors import ArgumentError, DetkernError
 
-__all__ = ["cache_dir", "check_environment", "configured_contract", "contract", "num_threads"]
+__all__ = ["cache_dir", "check_environment", "configured_contract", "contract", "dependent_launch", "num_threads"]
 
 contract: str | Mapping[str, str] | None
 num_threads: int | None
 cache_dir: Path | None
+dependent_launch: bool
 
 
 def _parse_contract(value: Any) -> dict[DType, Contract]:
@@ -83,6 +86,14 @@ def _parse_path(value: Any) -> Path | None:
         raise ArgumentError(f"cache_dir={value!r}: {error}") from None
 
 
+def _parse_switch(value: Any) -> bool:
+    if value is None or value is True or value == "1":
+        return True
+    if value is False or value == "0":
+        return False
+    raise ArgumentError(f"dependent_launch must be True or False (1 or 0 in the environment), not {value!r}")
+
+
 def configured_contract(dtype: DType) -> Contract | None:
     """The process default for operands of `dtype`, or None where none is set.
 
@@ -123,8 +134,13 @@ class _Config(ModuleType):
             value = _parse_threads(value)
         elif name == "cache_dir":
             value = _parse_path(value)
+        elif name == "dependent_launch":
+            value = _parse_switch(value)
         elif not name.startswith("_"):
-            raise ArgumentError(f"detkern.config has no setting {name!r}; it has contract, num_threads and cache_dir")
+            raise ArgumentError(
+                f"detkern.config has no setting {name!r}; it has contract, num_threads, cache_dir and "
+                "dependent_launch"
+            )
         _refused.pop(name, None)
         super().__setattr__(name, value)
 
@@ -139,6 +155,7 @@ def _from_environment() -> None:
         ("contract", "DETKERN_CONTRACT"),
         ("num_threads", "DETKERN_NUM_THREADS"),
         ("cache_dir", "DETKERN_CACHE_DIR"),
+        ("dependent_launch", "DETKERN_DEPENDENT_LAUNCH"),
     ):
         try:
             setattr(module, name, os.environ.get(variable) or None)

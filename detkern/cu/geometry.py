@@ -4,14 +4,15 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
-how much shared memory and scratch they need; those formulas are repeated here.
+how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
+before what these numbers predict (tuned.py).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
+from .tensor_map import MapShape, map_shapes, output_map_shape
 
 __all__ = [
     "Launch",
     "Load",
+    "Maps",
     "Tile",
     "build_for",
     "choose",
@@ -32,14 +35,17 @@ __all__ = [
     "load_paths",
     "shared_limit",
     "source_of",
+    "takes",
     "tiles_for",
 ]
 
 _TABLES = Path(__file__).parent / "tiles"
 _TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
 # Kernels that one generation of devices has besides, by its compute capability: a table may name tiles of theirs too.
-_TABLES_BESIDES = {TREE_MMA16: ("tree_wgmma",)}
-_CAPABILITY_OF = {"tree_wgmma": (9, 0)}
+_TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
+_CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
+# Those whose operands come by TMA, and whose CTAs walk over the tiles.
+_BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
 _GRID_LIMIT = 2**31 - 1  # blocks along x
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
@@ -90,15 +96,45 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
+        if self.table == "tree_wgmma":
+            return 128 * (self["GROUPS_M"] * self["GROUPS_N"] + 1)
         return 32 * self["WARPS_M"] * self["WARPS_N"]
 
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return dict(self.macros).get("CLUSTER_N", 1)
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether its kernel takes the operands as tensor maps."""
+        return self.table in _BY_TMA
+
+    @property
+    def stores_by_tma(self) -> bool:
+        """Whether its kernel takes a tensor map of a 16-bit output whose rows are contiguous (and writes it well)."""
+        return self.table == "mma_wgmma"
+
     def __str__(self) -> str:
-        return f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
+        size = f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
+        if not self.by_tma:
+            return size
+        box = dict(self.macros).get("BOX_M", self["TILE_M"])
+        return f"{size}x{self['STAGES']}" + (f" ({box} rows)" if box != self["TILE_M"] else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """What TMA is told of the operands, and of the output where it writes that too."""
+
+    a: MapShape
+    b: MapShape
+    out: MapShape | None
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads."""
+    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads. maps: where the kernel takes them."""
 
     tile: Tile
     build: KernelBuild
@@ -107,6 +143,7 @@ class Launch:
     grid: int
     threads: int
     scratch_bytes: int
+    maps: Maps | None = None
 
 
 def _loads(text: str | list[str]) -> frozenset[tuple[Load, Load]]:
@@ -148,12 +185,24 @@ def _shared_bytes(tile: Tile) -> int:
     if tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
     elif tile.table == "tree_wgmma":
-        needed = 2 * stages * k * (m + n) + 16 * stages
+        levels = max(tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
+        return 2 * stages * k * (m + n) + levels + 16 * stages + 1024
+    elif tile.table == "mma_wgmma":
+        slab = max(64 * (_slab_columns(n, 32) + 8), 16 * (2 * _slab_columns(n, 64) + 16))
+        if n % 64 == 0:
+            slab = -(-max(64 * (_slab_columns(n, 32) + 8), 2048 * tile["OUT_BOXES"]) // 1024) * 1024
+        consuming_warps = 4 * (m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
+        return 2 * stages * k * (tile["BOX_M"] + n) + consuming_warps * slab + 16 * stages + 1024
     else:
         needed = max(2 * stages * k * (m + n), tile["WARPS_M"] * tile["WARPS_N"] * 64 * (n // tile["WARPS_N"] + 8))
-    if tile.table in ("tree", "tree_mma", "tree_wgmma"):
+    if tile.table in ("tree", "tree_mma"):
         needed += tile["SHARED_LEVELS"] * _level_bytes(tile)
     return needed
+
+
+def _slab_columns(columns: int, limit: int) -> int:
+    """The largest multiple of 8, at most `limit`, that divides `columns`; at least 8."""
+    return next((width for width in range(limit, 8, -8) if columns % width == 0), 8)
 
 
 def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
@@ -164,6 +213,8 @@ def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
     levels = (max(leaves, 1) - 1).bit_length()  # the ceiling of log2
     if tile.table != "tree":
         levels = max(0, levels - 2)  # nodes of up to four leaves stay in registers
+    if tile.table == "tree_wgmma":
+        levels = max(0, levels - tile["REGISTER_LEVELS"])
     return grid * max(0, levels - tile["SHARED_LEVELS"]) * _level_bytes(tile)
 
 
@@ -217,7 +268,9 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
 
 
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
-    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // tile["TILE_N"])
+    """Of CTAs' tiles; those of a cluster, side by side, count together, even if one is outside."""
+    cluster = tile.cluster
+    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // (cluster * tile["TILE_N"])) * cluster
     for size in problem.batch:
         count *= size
     return count
@@ -229,6 +282,10 @@ def launch_for(
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
     grid = max(1, min(_tile_count(problem, tile), _GRID_LIMIT))
+    maps = None
+    if tile.by_tma:
+        maps = _maps(problem, tile, load_a, load_b)
+        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"] // tile.cluster * tile.cluster)
     if _scratch_bytes(tile, problem.k, 1):
         # Scratch is a slot a CTA, so no more CTAs than run at once: each walks over several tiles.
         grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
@@ -240,6 +297,39 @@ def launch_for(
         grid=grid,
         threads=tile.threads,
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
+        maps=maps,
+    )
+
+
+def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
+    """Whether a tile's kernel can compute the problem on these load paths."""
+    if loads not in tile.loads:
+        return False
+    return not tile.by_tma or (
+        _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
+    )
+
+
+def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
+    return loads[0] == Load.K_MAJOR, loads[1] == Load.K_MAJOR
+
+
+def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
+    """The tensor maps with the tile's boxes."""
+    shapes = map_shapes(problem, _along_k((load_a, load_b)))
+    if shapes is None:
+        raise DeviceError(f"TMA cannot describe the operands of {problem}")
+    # A box of fewer rows than the tile's, where there are no more: filling those outside takes time, too.
+    box_m = min(dict(tile.macros).get("BOX_M", tile["TILE_M"]), problem.m)
+    if tile.cluster > 1:
+        box_m = -(-box_m // 16) * 8  # each CTA of a cluster copies its part of A's tile
+    rows_a = box_m if load_a == Load.K_MAJOR else tile["TILE_K"]
+    rows_b = tile["TILE_N"] if load_b == Load.K_MAJOR else tile["TILE_K"]
+    out = output_map_shape(problem)
+    return Maps(
+        a=replace(shapes[0], rows=rows_a, _maps={}),
+        b=replace(shapes[1], rows=rows_b, _maps={}),
+        out=None if out is None or not tile.stores_by_tma else replace(out, rows=16, _maps={}),
     )
 
 
@@ -257,7 +347,9 @@ def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: i
 
     loads = load_paths(problem)
     candidates = [
-        tile for tile in tiles_for(problem.contract, problem.a.dtype) if fits(tile, capability) and loads in tile.loads
+        tile
+        for tile in tiles_for(problem.contract, problem.a.dtype)
+        if fits(tile, capability) and takes(problem, tile, loads)
     ]
     if not candidates:
         raise DeviceError(

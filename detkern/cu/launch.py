@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy
@@ -20,6 +20,7 @@ from ..errors import ArgumentError, DeviceError
 from ..problem import GemmProblem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import CudaDevice, describe
+from .extended_launch import ExtendedLaunch, LaunchFailure
 from .geometry import Launch, choose
 from .loader import load_function
 
@@ -29,13 +30,13 @@ MAX_BATCH_RANK = 8
 
 # GemmParams of params.cuh: five pointers, then sizes, strides, codes and the batch.
 _POINTERS = struct.Struct("<5Q")
-_FIELDS = struct.Struct(f"<10q4i{4 * MAX_BATCH_RANK}q")
+_FIELDS = struct.Struct(f"<10q6i{4 * MAX_BATCH_RANK}q")
 PARAMS_BYTES = _POINTERS.size + _FIELDS.size
 
 _PLANS = 4096  # kept at most; a plan is about 1 KiB
 
 
-def pack_params(problem: GemmProblem) -> bytes:
+def pack_params(problem: GemmProblem, out_by_tma: bool = False) -> bytes:
     """GemmParams after its pointers. Of more than MAX_BATCH_RANK batch dimensions, the last ones."""
     rank = min(len(problem.batch), MAX_BATCH_RANK)
     padding = (0,) * (MAX_BATCH_RANK - rank)
@@ -51,6 +52,7 @@ def pack_params(problem: GemmProblem) -> bytes:
         0 if bias is None else bias.dtype.code,
         int(problem.accumulate),
         rank,
+        int(out_by_tma), 0,
         *problem.batch[inner], *padding,
         *a.batch_strides[inner], *padding,
         *b.batch_strides[inner], *padding,
@@ -67,6 +69,7 @@ class Plan:
     launch: Launch
     params: bytes
     offsets: tuple[tuple[int, ...], ...]
+    extended: ExtendedLaunch | None
 
 
 _plans: dict[GemmProblem, Plan] = {}
@@ -92,7 +95,13 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
         )
         for index in itertools.product(*map(range, problem.batch[:outer]))
     )
-    return Plan(kernel.ptr, chosen, pack_params(problem), offsets)
+    extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
+    if extended is not None and chosen.tile.cluster > 1:
+        # A processing cluster of an odd number of multiprocessors leaves one idle; a CTA that had to wait for another's
+        # end would double the time.
+        chosen = replace(chosen, grid=min(chosen.grid, chosen.tile.cluster * extended.clusters_at_once()))
+        extended = ExtendedLaunch(kernel.ptr, chosen)
+    return Plan(kernel.ptr, chosen, pack_params(problem, chosen.maps is not None and chosen.maps.out is not None), offsets, extended)
 
 
 def _plan(problem: GemmProblem, stream: int) -> Plan:
@@ -141,6 +150,9 @@ def launch(
                     0 if bias is None else bias.pointer,
                     0 if scratch is None else scratch.pointer,
                 )
+                if plan.extended is not None:
+                    plan.extended(pointers + plan.params, a.pointer, b.pointer, out.pointer, stream)
+                    continue
                 # A char* to the block: the address of that pointer is the array of one parameter that the driver wants,
                 # and the driver copies the block before it returns.
                 block = ctypes.c_char_p(pointers + plan.params)
@@ -151,7 +163,7 @@ def launch(
         finally:
             if before != index:
                 runtime.setDevice(before)
-    except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
+    except (driver.CUDADriverError, runtime.CUDARuntimeError, LaunchFailure) as error:
         raise DeviceError(
             f"cuda:{index} reported {error} at {problem.contract} gemm of m={problem.m}, n={problem.n}, k={problem.k}"
         ) from error

@@ -9,8 +9,9 @@
 #include "epilogue.cuh"
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
-// + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another.
-template <int ROWS, int COLUMNS, int WARP_ROWS>
+// + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next ones
+// COLUMN_STEP columns to their right.
+template <int ROWS, int COLUMNS, int WARP_ROWS, int COLUMN_STEP = COLUMNS>
 class OutputSlab {
  public:
   static constexpr int PITCH = COLUMNS + 8;     // floats; eight more keep the fragments' pairs free of bank conflicts
@@ -27,7 +28,7 @@ class OutputSlab {
     lane_ = thread % 32;
     slab_ = reinterpret_cast<float*>(slabs + warp * BYTES);
     row_ = tile.row + warp % WARP_ROWS * ROWS;
-    column_ = tile.column + warp / WARP_ROWS * COLUMNS;
+    column_ = tile.column + warp / WARP_ROWS * COLUMN_STEP;
   }
 
   // What the chains start from.

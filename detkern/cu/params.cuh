@@ -37,6 +37,8 @@ struct GemmParams {
   int32_t bias_dtype;  // NONE: no bias
   int32_t accumulate;  // 1: the chain starts at out (f32); a tree's root is added to it
   int32_t batch_rank;
+  int32_t out_by_tma;  // 1: a tensor map of the output is given, of 16-bit elements
+  int32_t reserved;
   int64_t batch_shape[MAX_BATCH_RANK];
   int64_t a_batch[MAX_BATCH_RANK];
   int64_t b_batch[MAX_BATCH_RANK];

@@ -230,7 +230,13 @@ DETKERN_INLINE void named_barrier(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREAD_COUNT) : "memory");
 }
 
-// What this thread wrote to shared memory by ordinary or cp.async stores is seen by wgmma (9.7.13.4).
+// Arrives at a barrier without waiting there; `THREAD_COUNT` threads do one or the other.
+template <int THREAD_COUNT>
+DETKERN_INLINE void named_barrier_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREAD_COUNT) : "memory");
+}
+
+// What this thread wrote to shared memory by ordinary or cp.async stores is seen by wgmma and TMA (9.7.13.4).
 DETKERN_INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Transaction barriers of 8 bytes in shared memory (9.7.13.15); a phase ends with `arrivals` arrivals.
@@ -247,6 +253,17 @@ DETKERN_INLINE void copy_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives, and has the phase wait for `bytes` more that bulk copies will write (9.7.13.15.13).
+DETKERN_INLINE void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// What one thread's mbarrier_init wrote is seen by the asynchronous proxy (9.7.13.4).
+DETKERN_INLINE void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_async_proxy();
+}
+
 // Waits for the end of the phase of this parity: the first has 0; before it, the one of parity 1 counts as ended.
 DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
@@ -258,3 +275,89 @@ DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
         : "memory");
   } while (!ended);
 }
+
+// ---- tensor copies (sm_90 and newer, 9.7.9.25.5) --------------------------------------------------------------------
+
+// A tensor map, as cuTensorMapEncodeTiled makes it; a kernel's __grid_constant__ parameter. Three dimensions: along rows,
+// across rows, batch.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+DETKERN_INLINE void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts the copy of the map's box at (x, y, z) to shared memory; `barrier` counts its bytes.
+DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// The same to this place in each CTA of `mask` (a bit a rank) of the cluster; each CTA's own barrier counts its bytes.
+DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, uint32_t barrier,
+                                    uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5}], [%2], %6;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
+      : "memory");
+}
+
+// Starts the copy of a box in shared memory to the map's tensor at (x, y, z); what is outside the tensor is dropped. The
+// thread's copies of this kind go in groups.
+DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(source), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+DETKERN_INLINE void store_tensor_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's boxes have been read from shared memory.
+DETKERN_INLINE void store_tensor_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until they are written.
+DETKERN_INLINE void store_tensor_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Fetches the box into L2.
+DETKERN_INLINE void prefetch_tensor_box(const TensorMap& map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+// ---- clusters (sm_90 and newer, 9.7.13.4, 9.7.13.15) -----------------------------------------------------------------
+
+// The CTA's rank in its cluster.
+DETKERN_INLINE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// A barrier of all threads of the cluster that have not exited.
+DETKERN_INLINE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrives at the barrier that lies at this place in the CTA of that rank. What is released is that wgmma has read, which is
+// complete; a release at the cluster's scope would wait for all of this thread's writes to global memory.
+DETKERN_INLINE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(
+          barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// ---- grids behind one another (sm_90 and newer, 9.7.13.13) ----------------------------------------------------------
+
+// Waits until the grids that this one was launched behind are complete and their writes are seen. Nothing is read or
+// written before that another grid may write or read. At once where the launch was an ordinary one.
+DETKERN_INLINE void wait_for_earlier_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// A grid launched behind this one may start; it still waits for all of this one.
+DETKERN_INLINE void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

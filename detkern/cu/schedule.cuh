@@ -24,18 +24,18 @@ DETKERN_INLINE int64_t tile_count(const GemmParams& p) {
   return batch_count(p) * ((p.m + TILE_ROWS - 1) / TILE_ROWS) * ((p.n + TILE_COLUMNS - 1) / TILE_COLUMNS);
 }
 
-// Bands of BAND tile rows, walked column by column: the CTAs that run together share rows of A and columns of B in L2.
-template <int TILE_ROWS, int TILE_COLUMNS, int BAND>
+// Bands of BAND_ROWS tile rows, walked column by column: the CTAs that run together share rows of A and columns of B in L2.
+template <int TILE_ROWS, int TILE_COLUMNS, int BAND_ROWS>
 DETKERN_INLINE OutputTile output_tile(const GemmParams& p, int64_t tile) {
   const int64_t tile_rows = (p.m + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t tile_columns = (p.n + TILE_COLUMNS - 1) / TILE_COLUMNS;
   const int64_t batch = tile / (tile_rows * tile_columns);
   const int64_t in_batch = tile - batch * (tile_rows * tile_columns);
-  const int64_t band = in_batch / (BAND * tile_columns);
-  const int64_t in_band = in_batch - band * (BAND * tile_columns);
-  const int64_t height = min(static_cast<int64_t>(BAND), tile_rows - band * BAND);
+  const int64_t band = in_batch / (BAND_ROWS * tile_columns);
+  const int64_t in_band = in_batch - band * (BAND_ROWS * tile_columns);
+  const int64_t height = min(static_cast<int64_t>(BAND_ROWS), tile_rows - band * BAND_ROWS);
   const int64_t column = in_band / height;
-  const int64_t row = band * BAND + (in_band - column * height);
+  const int64_t row = band * BAND_ROWS + (in_band - column * height);
   return {batch, row * TILE_ROWS, column * TILE_COLUMNS};
 }
 

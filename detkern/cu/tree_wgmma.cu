@@ -2,305 +2,280 @@
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. Two warp groups consume: each computes 64 rows of the CTA's outputs, a leaf in slices of 64 columns. Two sets
-// of accumulators take turns, so that one slice is multiplied while another is rounded and added.
-// A third warp group produces: it copies the operands into a ring of STAGES stages, a leaf each, and runs ahead into
-// the next tile. A stage goes round by two mbarriers: `full`, on which the producing threads arrive as their copies
-// complete, and `empty`, on which the consuming warps arrive once wgmma has read it. The fence that lets the
-// asynchronous proxy see the copies is the consumers': one in the producers would wait for the copies of the later
-// stages as well.
-// Tree. As in tree_mma.cu: nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and
-// `node` the left; MergeLevels, one a consuming warp group, has the nodes above.
-// Launch. 384 threads; any grid.x from 1 to min(tile count, 2^31 - 1), best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + SHARED_LEVELS * 2 * TILE_M * TILE_N + 16 *
-// STAGES: the ring, the levels (the outputs pass through them once a tile's tree is done), the mbarriers.
-// Scratch. grid.x * max(0, D - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L = ceil(k /
-// 32).
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR), TILE_M, TILE_N, TILE_K (of which 128, any multiple
-// of 128, 32), STAGES, SHARED_LEVELS, WARPS_M, WARPS_N (of all roles: 12, 1), CTAS_PER_SM (1), SMEM_BYTES; for tests
-// JITTER: 1 makes both roles sleep at random, 2 also signals `full` before the copies are complete, which must show.
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of SLICE_N
+// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep the
+// tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory. One more
+// warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left; the
+// lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
+// Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
+// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max(SHARED_LEVELS * 2 * TILE_M * TILE_N, slabs) + 16 *
+// STAGES + 1024 (to align the ring): the ring, the levels (the outputs pass through them once a tile's tree is done),
+// the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
+// Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L =
+// ceil(k / 32).
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two leaves),
+// STAGES, GROUPS_M, GROUPS_N, SLICE_N (64, 128), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1), SMEM_BYTES; for tests
+// JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
+#include "mma_tile.cuh"
 #include "node_walk.cuh"
-#include "wgmma.cuh"
-
-#ifndef JITTER
-#define JITTER 0
-#endif
+#include "pipeline.cuh"
 
 constexpr int GROUP = 128;  // threads of a warp group
-constexpr int CONSUMERS = 2;
-constexpr int SLICES = TILE_N / 64;
-constexpr int SLICE_WORDS = 16;  // of two outputs, a thread
+constexpr int CONSUMERS = GROUPS_M * GROUPS_N;
+constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
+constexpr int THREADS = (CONSUMERS + 1) * GROUP;
+constexpr int SLICES = TILE_N / GROUPS_N / SLICE_N;
+constexpr int SLICE_WORDS = SLICE_N / 4;  // of two outputs, a thread
 constexpr int WORDS = SLICES * SLICE_WORDS;
-constexpr int SLAB_N = 128;  // columns that pass through shared memory at once
-constexpr int PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;  // three groups start with 168 a thread
-constexpr int BAND = 16;  // a wave of CTAs covers about as many rows as columns
+constexpr int LEAF = 32;
+// At launch all threads have the same; the consumers take what the producers give up.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 
-using LayoutA = AtomLayout<LOAD_A, TILE_M, TILE_K>;
-using LayoutB = AtomLayout<LOAD_B, TILE_N, TILE_K>;
-using CopyA = SteadyCopy<LOAD_A, LayoutA, TILE_M, TILE_K, GROUP>;
-using CopyB = SteadyCopy<LOAD_B, LayoutB, TILE_N, TILE_K, GROUP>;
-using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, GROUP>;
-using WarpOutput = OutputSlab<16, SLAB_N, CONSUMERS * GROUP / 32>;
+using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
+using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
+using StageRing = Ring<TileA, TileB, STAGES, CLUSTER_N>;
+using Position = RingPosition<STAGES>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, CLUSTER_N>;
+using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
+constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory at once
+using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, SLICES * SLICE_N>;
 
-constexpr int STAGE_BYTES = LayoutA::BYTES + LayoutB::BYTES;
-constexpr int LEVELS_AT = STAGES * STAGE_BYTES;
-constexpr int GROUP_LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES;
-constexpr int BARRIERS_AT = LEVELS_AT + CONSUMERS * GROUP_LEVELS_BYTES;
+constexpr int LEVELS_AT = STAGES * StageRing::STAGE_BYTES;
+constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WARPS * WarpOutput::BYTES
+                                 ? SHARED_LEVELS * Levels::LEVEL_BYTES
+                                 : CONSUMING_WARPS * WarpOutput::BYTES;
+constexpr int BARRIERS_AT = LEVELS_AT + LEVELS_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_M == 64 * CONSUMERS && TILE_N % SLAB_N == 0, "a consuming warp group has 64 rows");
-static_assert(TILE_K == 32, "a stage is one leaf");
-static_assert(32 * WARPS_M * WARPS_N == (CONSUMERS + 1) * GROUP && CTAS_PER_SM == 1, "three warp groups have the SM");
-static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (CONSUMERS + 1) * 168, "registers");
-static_assert(STAGE_BYTES % 1024 == 0, "swizzle atoms must start at multiples of their size");
-static_assert(GROUP / 32 * WarpOutput::BYTES <= GROUP_LEVELS_BYTES, "outputs pass through the levels' memory");
-static_assert(SMEM_BYTES == BARRIERS_AT + 16 * STAGES, "shared memory");
-
-// One stage of the ring and the parity of its phase, going round.
-struct RingPosition {
-  uint32_t stage = 0, parity = 0;
-
-  DETKERN_INLINE void step() {
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
-};
-
-struct Ring {
-  uint32_t shared;
-
-  DETKERN_INLINE uint32_t data(uint32_t stage) const { return shared + stage * STAGE_BYTES; }
-  DETKERN_INLINE uint32_t full(uint32_t stage) const { return shared + BARRIERS_AT + stage * 16; }
-  DETKERN_INLINE uint32_t empty(uint32_t stage) const { return full(stage) + 8; }
-};
-
-// Sleeps up to two microseconds, at random.
-DETKERN_INLINE void jitter(uint32_t salt) {
-  if constexpr (JITTER != 0) {
-    uint32_t clock;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
-    const uint32_t hash = (clock ^ salt ^ blockIdx.x << 16 ^ threadIdx.x / 32) * 0x9e3779b1u;
-    if (hash >> 30 == 0) __nanosleep(hash >> 19 & 2047);
-  }
-}
-
-DETKERN_INLINE void produce(const GemmParams& p, const Ring& ring, uint32_t leaves) {
-  const uint32_t thread = threadIdx.x % GROUP;
-  RingPosition position;
-  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
-    const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
-                 output.row, p.m, thread);
-    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
-                 output.column, p.n, thread);
-#pragma unroll 1
-    for (uint32_t leaf = 0; leaf < leaves; ++leaf) {
-      mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
-      jitter(leaf);
-      const int64_t k_left = p.k - static_cast<int64_t>(leaf) * TILE_K;
-      copy_a.copy_next(ring.data(position.stage), k_left);
-      copy_b.copy_next(ring.data(position.stage) + LayoutA::BYTES, k_left);
-      if (JITTER != 2) {
-        copy_async_arrive(ring.full(position.stage));
-      } else {
-        mbarrier_arrive(ring.full(position.stage));
-      }
-      position.step();
-    }
-  }
-  // The consumers are a leaf ahead: one more, whose product nobody looks at.
-  mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
-  mbarrier_arrive(ring.full(position.stage));
-  copy_async_wait_all();
-}
+static_assert(TILE_M == 64 * GROUPS_M && SLICES * SLICE_N * GROUPS_N == TILE_N, "a warp group has 64 rows, whole slices");
+static_assert(TILE_K == 2 * LEAF && CTAS_PER_SM == 1, "a stage is two leaves; a CTA has the SM");
+static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
 DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) sum[i] = add_pair<OPERAND>(sum[i], other[i]);
 }
 
-// Where the consumers are in the leaves of all their tiles, and the products under way: the first two slices of the
-// next leaf. The compiler must see which these are, so that leaves follow one another without branches; before a branch
-// or a loop's end comes `settle`.
-class Leaves {
- public:
-  DETKERN_INLINE Leaves(const Ring& ring, int group) : ring_(ring), group_(group) {
-    take();
-    multiply(0);
-    multiply(1);
-    settle();
-  }
-
-  // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
-  template <bool FIRST>
-  DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
-    const uint32_t stage = position_.stage;
+DETKERN_INLINE void copy_words(uint32_t (&target)[WORDS], const uint32_t (&source)[WORDS]) {
 #pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) {
-      if (slice == SLICES - 2) {
-        position_.step();
-        take();
-      }
-      wgmma_wait<1>(acc_[slice % 2]);
-      if (slice == SLICES - 1 && threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty(stage));
-      gather_slice<FIRST>(sum, slice);
-      multiply((slice + 2) % SLICES);
+  for (int i = 0; i < WORDS; ++i) target[i] = source[i];
+}
+
+// The fragments of A, 16 rows of this warp by 16 k, as wgmma takes them from registers: the matrices (m, k) = (0, 0),
+// (8, 0), (0, 8), (8, 8).
+class FragmentsA {
+ public:
+  DETKERN_INLINE explicit FragmentsA(int first_row) {
+    const int lane = thread_index() % 32, matrix = lane / 8, row = lane % 8;
+    const int m8 = first_row / 8 + matrix % 2, k8 = matrix / 2;
+    if constexpr (LOAD_A == MN_MAJOR) {
+      const int block = m8 / 8, chunk = m8 % 8;
+      lane_ = (block * TILE_K + k8 * 8 + row) * ATOM_ROW_BYTES + ((chunk ^ row) << 4);
+    } else {
+      lane_ = (m8 * 8 + row) * ATOM_ROW_BYTES + ((k8 ^ row) << 4);
     }
   }
 
-  DETKERN_INLINE void settle() {
-    wgmma_wait<0>(acc_[0]);
-    wgmma_wait<0>(acc_[1]);
+  DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int step) const {
+    if constexpr (LOAD_A == MN_MAJOR) {
+      load_matrix_x4_transposed(fragment, tile + lane_ + step * 16 * ATOM_ROW_BYTES);
+    } else {
+      load_matrix_x4(fragment, tile + (lane_ ^ step * 32));
+    }
   }
 
  private:
-  // Waits for the current stage.
-  DETKERN_INLINE void take() const {
-    mbarrier_wait(ring_.full(position_.stage), position_.parity);
-    fence_async_proxy();
-    jitter(position_.stage);
-  }
+  uint32_t lane_;
+};
 
-  // Starts one slice of the current stage.
-  DETKERN_INLINE void multiply(int slice) {
-    const uint32_t tile16 = ring_.data(position_.stage) / 16;
-    const uint32_t rows16 = tile16 + LayoutA::block(1, 0) / 16 * group_;
-    float(&acc)[32] = acc_[slice % 2];
-    wgmma_fence();
-    wgmma_m64n64k16<OPERAND, LayoutA, LayoutB, true>(acc, descriptor<LayoutA>(rows16, 0, 0),
-                                                     descriptor<LayoutB>(tile16 + LayoutA::BYTES / 16, slice, 0));
-    wgmma_m64n64k16<OPERAND, LayoutA, LayoutB, false>(acc, descriptor<LayoutA>(rows16, 0, 1),
-                                                      descriptor<LayoutB>(tile16 + LayoutA::BYTES / 16, slice, 1));
-    wgmma_commit();
-  }
+// Where a consumer is in the leaves of all its tiles. Which half of its stage a leaf is, is known where the code is
+// written out, so that little more than the products, roundings and sums remains of it.
+class Leaves {
+ public:
+  // row, column: of the group's outputs in the tile.
+  DETKERN_INLINE Leaves(const StageRing& ring, int row, int column)
+      : ring_(ring), fragments_(row + thread_index() % GROUP / 32 * 16), column_offset_(TileB::offset(column, 0)) {}
 
-  // Rounds one slice and adds it.
-  template <bool FIRST>
-  DETKERN_INLINE void gather_slice(uint32_t (&sum)[WORDS], int slice) const {
-    const float(&acc)[32] = acc_[slice % 2];
+  // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
+  template <int HALF, bool FIRST>
+  DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
+    if (HALF == 0) {
+      ring_.take(position_);
+      a_ = ring_.a(position_.stage);
+      b_ = TileB::low_word(ring_.b(position_.stage) + column_offset_);
+    }
+    uint32_t a[2][4];
 #pragma unroll
-    for (int i = 0; i < SLICE_WORDS; ++i) {
-      uint32_t& word = sum[slice * SLICE_WORDS + i];
-      const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
-      word = FIRST ? leaf : add_pair<OPERAND>(word, leaf);
-      asm volatile("" : "+r"(word));  // now, not after the accumulators' next use
+    for (int step = 0; step < 2; ++step) fragments_.load(a[step], a_, 2 * HALF + step);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      float acc[SLICE_N / 2];
+      wgmma_fence();
+      wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(
+          acc, a[0], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF)));
+      wgmma<SLICE_N, OPERAND, false, TileB::TRANSPOSED>(
+          acc, a[1], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF + 1)));
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(acc);
+      if (HALF == 1 && slice == SLICES - 1) leave_stage();
+#pragma unroll
+      for (int i = 0; i < SLICE_WORDS; ++i) {
+        uint32_t& word = sum[slice * SLICE_WORDS + i];
+        const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
+        word = FIRST ? leaf : add_pair<OPERAND>(word, leaf);
+      }
     }
   }
 
-  Ring ring_;
-  RingPosition position_;
-  int group_;
-  float acc_[2][32] = {};
+  // Gathers a node of `size` leaves, the first of which is that half of its stage.
+  template <int HALF>
+  DETKERN_INLINE void gather_node(uint32_t size, uint32_t (&node)[WORDS]) {
+    uint32_t right[WORDS];
+    gather<HALF, true>(node);
+    if (size == 4) {
+      gather<HALF ^ 1, false>(node);
+      gather<HALF, true>(right);
+      gather<HALF ^ 1, false>(right);
+    } else if (size == 3) {
+      gather<HALF ^ 1, true>(right);
+      gather<HALF, false>(right);
+    } else if (size == 2) {
+      gather<HALF ^ 1, true>(right);
+    } else {
+      return;
+    }
+    add_words(node, right);
+  }
+
+  // The current stage is read: by its second leaf, or by the last leaf of an odd number.
+  DETKERN_INLINE void leave_stage() {
+    ring_.release(position_.stage);
+    position_.step();
+  }
+
+ private:
+  StageRing ring_;
+  Position position_;
+  FragmentsA fragments_;
+  uint32_t column_offset_;
+  uint32_t a_, b_;  // of the current stage
 };
 
 // Writes outputs of the operands' type to which nothing is added, as the words are but for the contract's + 0. Returns
 // whether they are of this kind, and lie so that words can be written.
-DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int group, const uint32_t (&node)[WORDS]) {
+DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int row, int column,
+                                const uint32_t (&node)[WORDS]) {
   uint16_t* out = static_cast<uint16_t*>(p.out) + batch_offset(p, p.out_batch, tile.batch);
   const bool odd = ((reinterpret_cast<uint64_t>(out) & 2) | (p.out_row & 1) | (p.n & 1)) != 0;
   if (p.out_dtype != OPERAND || p.bias_dtype != NONE || p.accumulate || p.out_col != 1 || odd) return false;
   const int thread = thread_index();
-  const int64_t first_row = tile.row + group * 64 + thread % GROUP / 32 * 16 + thread % 32 / 4;
-  const int64_t first_column = tile.column + thread % 4 * 2;
-  const int columns_left = clamp(p.n - first_column, TILE_N);
+  const int64_t first_row = tile.row + row + thread % GROUP / 32 * 16 + thread % 32 / 4;
+  const int64_t first_column = tile.column + column + thread % 4 * 2;
+  const int columns_left = clamp(p.n - first_column, SLICES * SLICE_N);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = first_row + 8 * half;
-    if (row >= p.m) break;
-    uint32_t* target = reinterpret_cast<uint32_t*>(out + row * p.out_row + first_column);
+    if (first_row + 8 * half >= p.m) break;
+    uint32_t* target = reinterpret_cast<uint32_t*>(out + (first_row + 8 * half) * p.out_row + first_column);
 #pragma unroll
-    for (int j = 0; j < TILE_N / 8; ++j) {
+    for (int j = 0; j < SLICES * SLICE_N / 8; ++j) {
       if (8 * j < columns_left) target[4 * j] = add_pair<OPERAND>(node[2 * j + half], 0);
     }
   }
   return true;
 }
 
-// Writes any outputs, through the levels' memory: it is free once all of the group are here, and theirs again once all
-// have written.
-DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, unsigned char* shared, int group,
+// Writes any outputs, through the levels' memory: it is free once all consumers are here, and theirs again once all have
+// written.
+DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, unsigned char* slabs,
                                          const uint32_t (&node)[WORDS]) {
-  named_barrier<GROUP>(1 + group);
-  unsigned char* slabs = shared + LEVELS_AT + group * (GROUP_LEVELS_BYTES - GROUP / 32 * WarpOutput::BYTES);
+  named_barrier<CONSUMERS * GROUP>(1);
 #pragma unroll
-  for (int part = 0; part < TILE_N / SLAB_N; ++part) {
-    WarpOutput(p, slabs, tile).store<true>([&](int, int j, int half) {
+  for (int part = 0; part < WORDS * 4 / SLAB_N; ++part) {
+    WarpOutput(p, slabs, tile).template store<true>([&](int, int j, int half) {
       const uint32_t word = node[(part * (SLAB_N / 8) + j) * 2 + half];
       return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
     });
     tile.column += SLAB_N;
   }
-  named_barrier<GROUP>(1 + group);
+  named_barrier<CONSUMERS * GROUP>(1);
 }
 
-DETKERN_INLINE void consume(const GemmParams& p, const Ring& ring, unsigned char* shared, int group,
+DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned char* levels_memory, int group,
                             uint32_t leaf_count) {
-  Leaves leaves(ring, group);
-  for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
+  const int row = group % GROUPS_M * 64, column = group / GROUPS_M * (SLICES * SLICE_N);
+  Leaves leaves(ring, row, column);
+  for (Walk tiles(p); tiles.more(); tiles.step()) {
     NodeWalk walk(leaf_count);
-    // Levels go by the thread's index in the CTA; each warp group has its own.
-    const int depth = walk.depth();
-    const int64_t group_scratch = static_cast<int64_t>(gridDim.x) * max(depth - SHARED_LEVELS, 0) * Levels::LEVEL_BYTES;
-    Levels levels(depth, ring.shared + LEVELS_AT + group * (GROUP_LEVELS_BYTES - GROUP * 16),
-                  static_cast<char*>(p.scratch) + group * (group_scratch - GROUP * 16));
+    Levels levels(walk.depth() - REGISTER_LEVELS, shared_address(levels_memory), p.scratch);
+    uint32_t half = 0;  // of its stage, that the next leaf is
     uint32_t node[WORDS];
+    uint32_t waiting[REGISTER_LEVELS > 0 ? REGISTER_LEVELS : 1][WORDS];
 #pragma unroll 1
     while (true) {
       const uint32_t size = walk.size();
-      uint32_t right[WORDS];
-      if (size == 4) {
-        leaves.gather<true>(node);
-        leaves.gather<false>(node);
-        leaves.gather<true>(right);
-        leaves.gather<false>(right);
-        add_words(node, right);
-      } else if (size == 3) {
-        leaves.gather<true>(node);
-        leaves.gather<true>(right);
-        leaves.gather<false>(right);
-        add_words(node, right);
-      } else if (size == 2) {
-        leaves.gather<true>(node);
-        leaves.gather<true>(right);
-        add_words(node, right);
+      if (half == 0) {
+        leaves.gather_node<0>(size, node);
       } else {
-        leaves.gather<true>(node);
+        leaves.gather_node<1>(size, node);
       }
+      half ^= size & 1;
       const int ended = walk.nodes_ended();
       const bool last = walk.at_last_node();
+#pragma unroll
+      for (int level = 0; level < REGISTER_LEVELS; ++level) {
+        if (level < ended) {
+          // left + right
+#pragma unroll
+          for (int i = 0; i < WORDS; ++i) node[i] = add_pair<OPERAND>(waiting[level][i], node[i]);
+        } else if (level == ended) {
+          copy_words(waiting[level], node);
+        }
+      }
 #pragma unroll 1
-      for (int level = 0; level < ended; ++level) levels.add(level, node);
-      if (!last) levels.put(ended, node);
-      leaves.settle();
+      for (int level = REGISTER_LEVELS; level < ended; ++level) levels.add(level - REGISTER_LEVELS, node);
+      if (!last && ended >= REGISTER_LEVELS) levels.put(ended - REGISTER_LEVELS, node);
       if (last) break;
       walk.step();
     }
 
-    const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, afresh(tile));
-    if (!store_words(p, output, group, node)) store_through_shared(p, output, shared, group, node);
+    if (half != 0) leaves.leave_stage();
+
+    const OutputTile output = tiles.output();
+    if (!store_words(p, output, row, column, node)) store_through_shared(p, output, levels_memory, node);
   }
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * GROUP, CTAS_PER_SM)
-    detkern_kernel(const __grid_constant__ GemmParams p) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const Ring ring{shared_address(shared)};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(ring.full(stage), GROUP);
-      mbarrier_init(ring.empty(stage), CONSUMERS * GROUP / 32);
-    }
-  }
-  __syncthreads();
-  // No memory holds 2^37 k. Of an empty sum one leaf is made, of zeros.
-  const uint32_t leaves = max(static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K), 1u);
+extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
+                   const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+  const StageRing ring{shared_address(shared), shared_address(shared) + BARRIERS_AT};
   const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);  // the same in all lanes, and known to be
+  // A product without k is not this kernel's.
+  const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF - 1) / LEAF);
   if (group == CONSUMERS) {
     give_up_registers<PRODUCER_REGISTERS>();
-    produce(p, ring, leaves);
+    if (threadIdx.x / 32 > CONSUMING_WARPS) return;
+    if (threadIdx.x % 32 == 0) {
+      prefetch_tensor_map(map_b);
+      prefetch_tensor_map(map_a);
+    }
+    ring.init(CONSUMING_WARPS);
+    start_producing<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    if (threadIdx.x % 32 == 0) {
+      produce<TileA, TileB, TILE_K, 0, CLUSTER_N>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
+    }
+    leave<CLUSTER_N>();
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(p, ring, shared, group, leaves);
+    start_consuming<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    consume(p, ring, shared + LEVELS_AT, group, leaves);
+    leave<CLUSTER_N>();
   }
 }

@@ -1,0 +1,289 @@
+// Contract mma16 (wgmma m64nNk16, sm_90a only), f16 and bf16: each output one chain of tensor-core steps of 16 k,
+// ascending, from +0 or from the output. The bits are mma.cu's.
+//
+// Roles. Warp groups consume, each GROUP_M rows of a tile. All of a tile's groups work on it together, or (IN_TURN) two
+// groups have a tile each, so that one finishes and writes its outputs while the other multiplies. One more warp
+// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile. A consumer
+// keeps one stage's products in flight while it starts the next one's.
+// Few rows. Of a tile of 64 rows only BOX_M are copied and have room in a stage; wgmma reads 64, and what it finds in the
+// others' place, which may be changing, goes to outputs that are not written.
+// Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
+// registers from it; any grid.x from 1 to the tile count (a multiple of CLUSTER_N), best the CTAs that run at once.
+// Shared memory. SMEM_BYTES = STAGES * 2 * (BOX_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024 (to
+// align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, GROUP_M (64, 128), IN_TURN (0; 1 where
+// TILE_M is GROUP_M), BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR), TILE_N (a width of wgmma_instruction.cuh; of
+// 64 where B is MN_MAJOR), TILE_K (of 64), STAGES, OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is a
+// multiple of 64), BAND (tile rows), PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier grid ends), CTAS_PER_SM,
+// CLUSTER_N (1, 2), WARPS_M, WARPS_N (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
+#include "mma_epilogue.cuh"
+#include "pipeline.cuh"
+
+constexpr int GROUP = 128;  // threads of a warp group
+constexpr int BLOCKS_M = GROUP_M / 64;  // of a consumer
+constexpr int TURNS = IN_TURN ? 2 : 1;
+constexpr int CONSUMERS = TILE_M / GROUP_M * TURNS;
+constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+// A warp group of producers gives the consumers registers; one warp, where these need none, has not got any to give.
+constexpr bool SHIFTS_REGISTERS = THREADS == (CONSUMERS + 1) * GROUP;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / CTAS_PER_SM / 8 * 8;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+static_assert(SHIFTS_REGISTERS || THREADS == CONSUMERS * GROUP + 32, "one more warp than the consumers', or four");
+
+using TileA = TmaTile<LOAD_A, BOX_M, TILE_K>;
+using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
+using StageRing = Ring<TileA, TileB, STAGES, CLUSTER_N>;
+using Position = RingPosition<STAGES>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, CLUSTER_N>;
+
+// Columns of the outputs that pass through shared memory at once: the largest divisor of TILE_N that is a multiple of 8
+// and at most `limit`.
+DETKERN_INLINE constexpr int slab_columns(int limit) {
+  int columns = limit;
+  while (columns > 8 && (TILE_N % columns != 0 || columns % 8 != 0)) --columns;
+  return columns;
+}
+// Of 16-bit outputs. BOXED: TMA writes them, from boxes of 16 rows by 64 columns, in rows of 128 bytes swizzled as the operands'.
+constexpr bool BOXED = TILE_N % ATOM == 0;
+constexpr int BOX_BYTES = 16 * ATOM_ROW_BYTES;
+constexpr int WORD_SLAB_N = BOXED ? OUT_BOXES * ATOM : slab_columns(64);
+constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;         // bytes; sixteen more spread the rows over the banks
+constexpr int WORD_SLAB_BYTES = BOXED ? OUT_BOXES * BOX_BYTES : 16 * WORD_SLAB_PITCH;
+constexpr int SLAB_N = slab_columns(32);                      // of binary32
+constexpr int PARTS = TILE_N / SLAB_N;
+using WarpOutput = OutputSlab<16, SLAB_N, 4, 0>;
+constexpr int LARGER_SLAB = WarpOutput::BYTES > WORD_SLAB_BYTES ? WarpOutput::BYTES : WORD_SLAB_BYTES;
+constexpr int SLAB_BYTES = BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
+
+constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
+
+constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
+constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
+static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
+static_assert(TILE_M % GROUP_M == 0 && (TILE_M == GROUP_M || !IN_TURN), "a tile is one group's where these take turns");
+static_assert(BOX_M == TILE_M || (TILE_M == 64 && LOAD_A == K_MAJOR), "part of a tile of 64 rows along k, or all");
+static_assert(!BOXED || TILE_N % (OUT_BOXES * ATOM) == 0, "all slabs are full");
+static_assert((64 - BOX_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES, "wgmma reads 64 rows of A");
+static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
+
+// The accumulators of 64 rows: fragments [TILE_N / 8][4] as mma.sync lays them out.
+using Accumulators = float[PARTS][1][SLAB_N / 8][4];
+
+DETKERN_INLINE float (&registers(Accumulators& acc))[TILE_N / 2] {
+  return reinterpret_cast<float(&)[TILE_N / 2]>(acc);
+}
+
+// Starts the products of one stage; row: of the group's first row in the tile.
+DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, uint32_t stage, int row) {
+  const uint32_t a = TileA::low_word(ring.a(stage) + TileA::offset(row, 0));
+  const uint32_t b = TileB::low_word(ring.b(stage));
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TILE_K / 16; ++step) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS_M; ++block) {
+      wgmma<TILE_N, OPERAND, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(
+          registers(acc[block]), TileA::descriptor(a, TileA::offset(64 * block, step)),
+          TileB::descriptor(b, TileB::offset(0, step)));
+    }
+  }
+  wgmma_commit();
+}
+
+// The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
+template <int DTYPE>
+DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
+  const float(&fragment)[4] = acc[8 * j / SLAB_N][0][j % (SLAB_N / 8)];
+  return round_pair<DTYPE>(fragment[2 * half], fragment[2 * half + 1]);
+}
+
+// Writes 16-bit outputs by TMA, from this warp's slab; the last boxes may still be on their way at the return.
+template <int DTYPE>
+DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, uint32_t slab, const Accumulators& acc) {
+  const int thread = thread_index(), lane = thread % 32, row = lane / 4;
+#pragma unroll
+  for (int first = 0; first < TILE_N / ATOM; first += OUT_BOXES) {
+    if (lane == 0) store_tensor_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < OUT_BOXES * ATOM / 8; ++j) {
+      const uint32_t target = slab + j / 8 * BOX_BYTES + row * ATOM_ROW_BYTES + ((j % 8 ^ row) << 4) + lane % 4 * 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_shared(target + half * 8 * ATOM_ROW_BYTES, word<DTYPE>(acc, first * ATOM / 8 + j, half));
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int box = 0; box < OUT_BOXES; ++box) {
+        store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, tile.batch,
+                         slab + box * BOX_BYTES);
+      }
+      store_tensor_commit();
+    }
+  }
+}
+
+// Writes 16-bit outputs by 16 bytes a lane, through this warp's slab.
+template <int DTYPE>
+DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uint32_t slab, const Accumulators& acc) {
+  unsigned char* out = static_cast<unsigned char*>(p.out) + batch_offset(p, p.out_batch, tile.batch) * 2;
+  const int thread = thread_index(), lane = thread % 32;
+  const int64_t first_row = tile.row + thread / 32 % 4 * 16;
+  const uint32_t target = slab + lane / 4 * WORD_SLAB_PITCH + lane % 4 * 4;
+  constexpr int LANES = WORD_SLAB_N / 8;  // for one row
+#pragma unroll
+  for (int part = 0; part < TILE_N / WORD_SLAB_N; ++part) {
+#pragma unroll
+    for (int j = 0; j < WORD_SLAB_N / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_shared(target + half * 8 * WORD_SLAB_PITCH + j * 16, word<DTYPE>(acc, part * LANES + j, half));
+      }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < 16 * LANES; i += 32) {
+      const int row = i / LANES, chunk = i % LANES;
+      const int64_t column = tile.column + part * WORD_SLAB_N + chunk * 8;
+      if (first_row + row < p.m && column < p.n) {
+        *reinterpret_cast<uint4*>(out + ((first_row + row) * p.out_row + column) * 2) =
+            load_shared_v4(slab + row * WORD_SLAB_PITCH + chunk * 16);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+template <int DTYPE>
+DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+                                  const Accumulators& acc) {
+  if constexpr (BOXED) {
+    store_boxes<DTYPE>(map_out, tile, slab, acc);
+  } else {
+    store_words<DTYPE>(p, tile, slab, acc);
+  }
+}
+
+// Finishes and writes 64 rows, the first of which is tile.row.
+DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, unsigned char* slabs,
+                           Accumulators& acc) {
+  const uint32_t slab = shared_address(slabs) + thread_index() / 32 * SLAB_BYTES;
+  if (!p.out_by_tma) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      OutputTile columns = tile;
+      columns.column += part * SLAB_N;
+      WarpOutput(p, slabs, columns).store<false>([&](int, int j, int half) {
+        return make_float2(acc[part][0][j][2 * half], acc[part][0][j][2 * half + 1]);
+      });
+    }
+    return;
+  }
+  // A chain from +0 never ends at -0, so that the contract's + 0 changes nothing before the rounding.
+  if (p.bias_dtype != NONE) {
+    const Epilogue epilogue(p, tile.batch);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int j = 0; j < SLAB_N / 8; ++j) {
+        float bias[2];
+        epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[part][0][j][i] = __fadd_rn(acc[part][0][j][i], bias[i % 2]);
+      }
+    }
+  }
+  if (p.out_dtype == F16) {
+    store_rounded<F16>(p, map_out, tile, slab, acc);
+  } else {
+    store_rounded<BF16>(p, map_out, tile, slab, acc);
+  }
+}
+
+DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const StageRing& ring, unsigned char* slabs,
+                            int group, uint32_t blocks) {
+  const int row = IN_TURN ? 0 : group * GROUP_M;
+  const uint32_t turn = IN_TURN ? group : 0;
+  bool first = true;
+  Position position;
+  position.advance(turn * blocks);
+  for (Walk walk(p, turn, TURNS); walk.more(); walk.step()) {
+    Accumulators acc[BLOCKS_M] = {};
+    if (p.accumulate) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS_M; ++block) {
+        OutputTile tile = walk.output();
+        tile.row += row + 64 * block;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part, tile.column += SLAB_N) WarpOutput(p, slabs, tile).load(acc[block][part]);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+    // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
+    // has taken all that come before.
+    if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
+    first = false;
+    // The first stage stands apart: in the loop there is always one in flight.
+    ring.take(position);
+    multiply(acc, ring, position.stage, row);
+#pragma unroll 1
+    for (uint32_t block = 1; block < blocks; ++block) {
+      const uint32_t previous = position.stage;
+      position.step();
+      ring.take(position);
+      multiply(acc, ring, position.stage, row);
+      wgmma_wait<1>();
+      ring.release(previous);
+    }
+    if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
+    wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+    ring.release(position.stage);
+    position.step();
+    if (IN_TURN) position.advance(blocks);
+
+#pragma unroll
+    for (int block = 0; block < BLOCKS_M; ++block) {
+      OutputTile tile = walk.output();
+      tile.row += row + 64 * block;
+      finish(p, map_out, tile, slabs, acc[block]);
+    }
+  }
+  if (BOXED && threadIdx.x % 32 == 0) store_tensor_wait();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+    detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
+                   const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+  const StageRing ring{shared_address(shared), shared_address(shared) + BARRIERS_AT};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and known to be
+  const uint32_t blocks = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);
+  if (warp >= CONSUMING_WARPS) {
+    if constexpr (SHIFTS_REGISTERS) give_up_registers<PRODUCER_REGISTERS>();
+    if (warp > CONSUMING_WARPS) return;
+    if (threadIdx.x % 32 == 0) {
+      prefetch_tensor_map(map_b);
+      prefetch_tensor_map(map_a);
+    }
+    ring.init(CONSUMING_WARPS / TURNS);
+    start_producing<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    if (threadIdx.x % 32 == 0) {
+      produce<TileA, TileB, TILE_K, PREFETCH, CLUSTER_N>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+    }
+    leave<CLUSTER_N>();
+  } else {
+    if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    start_consuming<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
+    leave<CLUSTER_N>();
+  }
+}

@@ -1,0 +1,194 @@
+// What the warp-specialised kernels of sm_90a share: a ring of stages in shared memory that one thread fills by TMA and the
+// consuming warps empty, the walk over output tiles, and the start of a grid behind an earlier one.
+//
+// A stage holds BLOCK_K k of A's rows and of B's. It goes round by two mbarriers: `full`, on which the copies count their
+// bytes, and `empty`, on which each consuming warp arrives once it has read the stage.
+#pragma once
+
+#include "schedule.cuh"
+#include "wgmma.cuh"
+
+#ifndef JITTER
+#define JITTER 0  // for tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show
+#endif
+
+// Sleeps up to two microseconds, at random.
+DETKERN_INLINE void jitter(uint32_t salt) {
+  if constexpr (JITTER != 0) {
+    uint32_t clock;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+    const uint32_t hash = (clock ^ salt ^ blockIdx.x << 16 ^ threadIdx.x / 32) * 0x9e3779b1u;
+    if (hash >> 30 == 0) __nanosleep(hash >> 19 & 2047);
+  }
+}
+
+// CLUSTER: 1, or 2 CTAs, side by side in the output, that share A's tile: each copies one half of it to both, so a stage is
+// empty when the consumers of both have read it.
+template <class TileA, class TileB, int COUNT, int CLUSTER>
+struct Ring {
+  static_assert(CLUSTER == 1 || CLUSTER == 2, "a CTA alone, or two");
+  static constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
+  static constexpr int BARRIER_BYTES = 16 * COUNT;
+  static_assert(TileA::BYTES % 1024 == 0 && STAGE_BYTES % 1024 == 0, "atoms must start at multiples of their size");
+
+  uint32_t stages;    // shared-memory address, a multiple of 1024
+  uint32_t barriers;  // BARRIER_BYTES, a multiple of 8
+
+  DETKERN_INLINE uint32_t a(uint32_t stage) const { return stages + stage * STAGE_BYTES; }
+  DETKERN_INLINE uint32_t b(uint32_t stage) const { return a(stage) + TileA::BYTES; }
+  DETKERN_INLINE uint32_t full(uint32_t stage) const { return barriers + stage * 16; }
+  DETKERN_INLINE uint32_t empty(uint32_t stage) const { return full(stage) + 8; }
+
+  // Waits for a stage's operands.
+  template <class Position>
+  DETKERN_INLINE void take(const Position& position) const {
+    mbarrier_wait(full(position.stage), position.parity);
+    if (JITTER == 2) empty_stage(position.stage);
+    jitter(position.stage);
+  }
+
+  // This warp has read the stage.
+  DETKERN_INLINE void release(uint32_t stage) const {
+    if (JITTER != 2) empty_stage(stage);
+  }
+
+  // By one warp, before a barrier of the CTA.
+  DETKERN_INLINE void init(int consuming_warps) const {
+    for (int stage = threadIdx.x % 32; stage < COUNT; stage += 32) {
+      mbarrier_init(full(stage), 1);
+      mbarrier_init(empty(stage), CLUSTER * consuming_warps);
+    }
+    fence_barrier_init();
+    __syncwarp();
+  }
+
+ private:
+  DETKERN_INLINE void empty_stage(uint32_t stage) const {
+    if constexpr (CLUSTER == 1) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
+    } else {
+      if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(empty(stage), threadIdx.x % 32);
+    }
+  }
+};
+
+// One stage of the ring and the parity of its phase, going round.
+template <int COUNT>
+struct RingPosition {
+  uint32_t stage = 0, parity = 0;
+
+  DETKERN_INLINE void step() {
+    stage = stage + 1 == COUNT ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+
+  DETKERN_INLINE void advance(uint32_t steps) {
+    const uint32_t total = stage + steps % (2 * COUNT);
+    stage = total % COUNT;
+    parity ^= total / COUNT & 1;
+  }
+};
+
+// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. m, n and the number of tiles
+// are below 2^31 where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
+// A cluster walks over pairs of tiles, one of which may be outside.
+template <int ROWS, int COLUMNS, int BAND_ROWS, int CLUSTER>
+class TileWalk {
+ public:
+  // Takes the CTA's tiles number `turn`, turn + turns, turn + 2 * turns and so on.
+  DETKERN_INLINE explicit TileWalk(const GemmParams& p, uint32_t turn = 0, uint32_t turns = 1)
+      : rows_((static_cast<uint32_t>(p.m) + ROWS - 1) / ROWS),
+        columns_((static_cast<uint32_t>(p.n) + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS)),
+        count_(rows_ * columns_ * (p.batch_rank == 0 ? 1 : static_cast<uint32_t>(p.batch_shape[0]))),
+        stride_(gridDim.x / CLUSTER * turns),
+        tile_(blockIdx.x / CLUSTER + gridDim.x / CLUSTER * turn) {}
+
+  DETKERN_INLINE bool more() const { return tile_ < count_; }
+  DETKERN_INLINE void step() { tile_ += stride_; }
+
+  DETKERN_INLINE OutputTile output() const {
+    const uint32_t in_one = rows_ * columns_;
+    const uint32_t batch = count_ == in_one ? 0 : tile_ / in_one;
+    const uint32_t in_batch = tile_ - batch * in_one;
+    const uint32_t band = rows_ <= BAND_ROWS ? 0 : in_batch / (BAND_ROWS * columns_);
+    const uint32_t in_band = in_batch - band * (BAND_ROWS * columns_);
+    const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows_ - band * BAND_ROWS);
+    const uint32_t column = height == 1 ? in_band : in_band / height;
+    const uint32_t row = band * BAND_ROWS + (in_band - column * height);
+    return {batch, static_cast<int64_t>(row) * ROWS,
+            static_cast<int64_t>(column * CLUSTER + (CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER)) * COLUMNS};
+  }
+
+ private:
+  uint32_t rows_, columns_, count_, stride_, tile_;
+};
+
+// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. In a cluster
+// all wait for all.
+template <int THREAD_COUNT, int CLUSTER>
+DETKERN_INLINE void start_producing() {
+  if constexpr (CLUSTER == 1) {
+    named_barrier_arrive<THREAD_COUNT>(2);
+  } else {
+    cluster_barrier();
+  }
+  let_next_grid_start();
+}
+
+template <int THREAD_COUNT, int CLUSTER>
+DETKERN_INLINE void start_consuming() {
+  if constexpr (CLUSTER == 1) {
+    named_barrier<THREAD_COUNT>(2);
+  } else {
+    cluster_barrier();
+  }
+  let_next_grid_start();
+  wait_for_earlier_grid();
+}
+
+// The end of a warp: none leaves while the cluster's other CTA may still arrive at a barrier of this one, or copy to it.
+template <int CLUSTER>
+DETKERN_INLINE void leave() {
+  __syncwarp();
+  if constexpr (CLUSTER > 1) cluster_barrier();
+}
+
+// Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. AHEAD: of the first tile's
+// B, so many blocks are fetched into L2 before the earlier grid is waited for: what it may still write to them reaches L2
+// as well, so that no stale byte can be read.
+template <class TileA, class TileB, int BLOCK_K, int AHEAD, int CLUSTER, class RingType, class Position, class Walk>
+DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
+                            Position position, Walk walk, uint32_t blocks) {
+  // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too. A
+  // cluster's CTAs each copy a part of them, whole atoms.
+  const int rows = TileA::MN_ROWS ? TileA::BYTES / (2 * BLOCK_K)
+                                  : min(TileA::BYTES / (2 * BLOCK_K), static_cast<int>(min(p.m, int64_t(256))));
+  const int part = (rows + 15) / 16 * 8;
+  const int bytes = (CLUSTER == 1 ? rows : 2 * part) * BLOCK_K * 2 + TileB::BYTES;
+  const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
+  if (AHEAD > 0 && walk.more()) {
+    const OutputTile first = walk.output();
+    for (uint32_t block = 0; block < min(static_cast<uint32_t>(AHEAD), blocks); ++block) {
+      TileB::prefetch(map_b, first.column, block * BLOCK_K, batch_b ? first.batch : 0);
+    }
+  }
+  wait_for_earlier_grid();
+  for (; walk.more(); walk.step()) {
+    const OutputTile tile = walk.output();
+#pragma unroll 1
+    for (uint32_t block = 0; block < blocks; ++block) {
+      mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
+      jitter(block);
+      const uint32_t full = ring.full(position.stage);
+      mbarrier_arrive_expecting(full, bytes);
+      TileB::copy(ring.b(position.stage), map_b, tile.column, block * BLOCK_K, batch_b ? tile.batch : 0, full);
+      if constexpr (CLUSTER == 1) {
+        TileA::copy(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full);
+      } else {
+        TileA::copy_part(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full,
+                         cluster_rank(), part);
+      }
+      position.step();
+    }
+  }
+}

@@ -1,0 +1,118 @@
+"""How TMA sees an operand: the shape of its tensor map, and the maps themselves, which hold a pointer.
+
+A map has three dimensions: along the operand's contiguous rows, across them, and the batch. Its boxes are 64 elements
+wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the limits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..dtypes import BF16, F16, DType
+from ..errors import DeviceError
+from ..problem import GemmProblem, Matrix
+
+__all__ = ["BOX_WIDTH", "MapShape", "map_shapes", "output_map_shape"]
+
+BOX_WIDTH = 64
+_SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
+_STRIDE_LIMIT = 2**40  # bytes
+_MAPS = 256  # kept of one shape at most, a map 128 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MapShape:
+    """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
+    two; rows: of a box."""
+
+    dtype: DType
+    sizes: tuple[int, int, int]
+    strides: tuple[int, int]
+    rows: int
+    _maps: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def at(self, pointer: int) -> Any:
+        """The map of an operand at that address, which must be a multiple of 16 (a cuda-bindings CUtensorMap)."""
+        found = self._maps.get(pointer)
+        if found is None:
+            found = self._encode(pointer)
+            if len(self._maps) >= _MAPS:
+                self._maps.clear()
+            self._maps[pointer] = found
+        return found
+
+    def _encode(self, pointer: int) -> Any:
+        from cuda.bindings import driver
+
+        kinds = driver.CUtensorMapDataType
+        kind = {
+            F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            BF16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        }[self.dtype]
+        error, found = driver.cuTensorMapEncodeTiled(
+            kind,
+            3,
+            pointer,
+            [driver.cuuint64_t(size) for size in self.sizes],
+            [driver.cuuint64_t(stride) for stride in self.strides],
+            [driver.cuuint32_t(size) for size in (BOX_WIDTH, self.rows, 1)],
+            [driver.cuuint32_t(1)] * 3,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if error:
+            raise DeviceError(f"the driver made no tensor map ({error.name}) of {self} at address {pointer:#x}")
+        return found
+
+
+def _shape(matrix: Matrix, batch: int, mn: int, mn_stride: int, k: int, k_stride: int, k_major: bool) -> MapShape | None:
+    """The map of an operand whose lines are along k (k_major) or along m or n; None where TMA cannot describe it. The
+    strides are known to be of whole 16 bytes."""
+    size = matrix.dtype.itemsize
+    along, across, stride = (k, mn, mn_stride) if k_major else (mn, k, k_stride)
+    batch_stride = matrix.batch_strides[0] if matrix.batch_strides else 0
+    whole = -(-along * size // 16) * 16
+    if across == 1:
+        stride = whole // size  # never used
+    if stride * size < along * size or batch_stride < 0:
+        return None  # lines that overlap, run backwards or are all the same
+    if batch_stride == 0:
+        batch = 1  # broadcast: the kernel stays at coordinate 0
+    strides = (stride * size, batch_stride * size or whole)
+    if max(along, across, batch) > _SIZE_LIMIT or max(strides) >= _STRIDE_LIMIT:
+        return None
+    return MapShape(matrix.dtype, (along, across, batch), strides, 0)
+
+
+def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapShape, MapShape] | None:
+    """The maps of a and b, boxes not chosen yet (0 rows), or None where TMA cannot describe one of them.
+
+    k_major: whether a's and b's lines, which start at multiples of 16 bytes, are along k.
+    """
+    if problem.k == 0 or len(problem.batch) > 1 or problem.a.dtype not in (F16, BF16):
+        return None
+    if max(problem.m, problem.n) > _SIZE_LIMIT:
+        return None
+    batch = problem.batch[0] if problem.batch else 1
+    a, b = problem.a, problem.b
+    shapes = (
+        _shape(a, batch, problem.m, a.row_stride, problem.k, a.col_stride, k_major[0]),
+        _shape(b, batch, problem.n, b.col_stride, problem.k, b.row_stride, k_major[1]),
+    )
+    return None if shapes[0] is None or shapes[1] is None else (shapes[0], shapes[1])
+
+
+def output_map_shape(problem: GemmProblem) -> MapShape | None:
+    """The map of a 16-bit output with rows along n, box not chosen yet, or None where TMA cannot write it."""
+    out = problem.out
+    unit = 16 // out.dtype.itemsize
+    lines = (problem.n, 0 if problem.m == 1 else out.row_stride, *out.batch_strides)
+    if out.dtype not in (F16, BF16) or out.alignment < 16 or any(line % unit for line in lines):
+        return None
+    if out.col_stride != 1 or len(problem.batch) > 1:
+        return None
+    batch = problem.batch[0] if problem.batch else 1
+    return _shape(out, batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
