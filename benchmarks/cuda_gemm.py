@@ -18,10 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records
-
-TURNS = 9
-WARM = 2  # turns that are not counted
+from . import records, timing
+from .timing import TURNS, WARM
 
 # (contract, operand type, peer's type, the most of the peer's time, shapes m, n, k)
 SQUARE, DEEP = (4096, 4096, 4096), (4096, 4096, 14336)
@@ -51,43 +49,17 @@ def _operands(m: int, n: int, k: int, dtype: Any, count: int) -> list[tuple[Any,
 
 
 def _sets(m: int, n: int, k: int, itemsize: int) -> int:
-    import torch
-
-    once = (m * k + n * k + m * n) * itemsize
-    return max(2, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // once))
+    return timing.sets((m * k + n * k + m * n) * itemsize, _device().cache_bytes)
 
 
-def _graph(calls: list[Callable[[], Any]]) -> Any:
-    import torch
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+@functools.cache
+def _device() -> timing.Cuda:
+    return timing.Cuda()
 
 
-def medians(peers: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Median µs a call of each peer, whose calls are captured in one graph; the graphs are replayed in turn."""
-    import torch
-
-    graphs = {name: _graph(calls) for name, calls in peers.items()}
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for turn in range(WARM + TURNS):
-        for name, graph in graphs.items():
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= WARM:
-                times[name].append(1000 * begin.elapsed_time(end) / len(peers[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
+def _medians(peers: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
+    with _device().active():
+        return timing.medians(_device(), peers)
 
 
 def speed_rows() -> list[dict[str, Any]]:
@@ -103,7 +75,7 @@ def speed_rows() -> list[dict[str, Any]]:
             kind, peer_kind = getattr(torch, dtype), getattr(torch, peer_dtype)
             ours = _operands(m, n, k, kind, _sets(m, n, k, kind.itemsize))
             theirs = ours if kind == peer_kind else _operands(m, n, k, peer_kind, _sets(m, n, k, peer_kind.itemsize))
-            found = medians(
+            found = _medians(
                 {
                     "detkern": [
                         functools.partial(detkern.gemm, x, w, trans_b=True, out=out, contract=contract)
@@ -252,7 +224,7 @@ def tile_rows() -> list[dict[str, Any]]:
             sides = {"wave_us": calls(contract, dtype, tile, tile["CTAS_PER_SM"])}
             if tile["CTAS_PER_SM"] > 1:
                 sides["alone_us"] = calls(contract, dtype, tile, 1)
-            found = {name: round(microseconds, 1) for name, microseconds in medians(sides).items()}
+            found = {name: round(microseconds, 1) for name, microseconds in _medians(sides).items()}
             in_table = {"table_wave_us": tile.wave_us, "table_alone_us": tile.alone_us}
             rows.append({"contract": contract_name, "type": dtype_name, "tile": str(tile), **found, **in_table})
             _show(rows[-1])

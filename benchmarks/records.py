@@ -10,6 +10,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import re
@@ -18,12 +19,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "ROOT", "changed_sources", "cuda_sources", "slug", "versions", "write"]
+__all__ = ["RESULTS", "ROOT", "changed_sources", "cuda_sources", "kept", "slug", "versions", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-_PACKAGES = ("numpy", "ml_dtypes", "torch", "triton", "jax", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc")
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "torch",
+    "triton",
+    "jax",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cublas",
+    "deep-gemm",
+    "sgl-deep-gemm",
+    "sgemm-bi",
+)
 
 
 def slug(gpu: str) -> str:
@@ -82,12 +96,34 @@ def write(
     return path
 
 
+def kept(
+    record: Path, *, gpu: str, driver: str, sources: Iterable[Path], more: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a record that a run with these facts may add its own to: all of them, where the GPU, the driver, the
+    sources and every package that both name are the same; else none."""
+    made = json.loads(record.read_text())
+    now = versions() | (more or {})
+    same = (
+        made["gpu"] == gpu
+        and made["driver"] == driver
+        and made["sources"] == {str(path.relative_to(ROOT)): _digest(path) for path in sources}
+        and all(made["versions"][name] == now[name] for name in made["versions"].keys() & now.keys())
+    )
+    rows: list[dict[str, Any]] = made["rows"] if same else []
+    return rows
+
+
 def _command() -> list[str]:
+    """What ran, without the folder that --output named: it is no part of what was measured."""
+    rest = [
+        argument
+        for before, argument in itertools.pairwise(sys.argv)
+        if before != "--output" and argument.partition("=")[0] != "--output"
+    ]
     program = Path(sys.argv[0]).resolve()
     if program.is_relative_to(ROOT):
-        module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
-        return ["-m", module, *sys.argv[1:]]
-    return list(sys.argv)
+        return ["-m", ".".join(program.relative_to(ROOT).with_suffix("").parts), *rest]
+    return [sys.argv[0], *rest]
 
 
 def changed_sources(record: Path) -> list[str]:

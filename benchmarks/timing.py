@@ -1,0 +1,152 @@
+"""Timing GPU work: calls captured in CUDA graphs, the graphs of several peers replayed in turn.
+
+A graph holds enough calls, and a turn enough replays, that neither the gap between two graphs nor the events around a turn
+weigh. Each call of a graph should have operands of its own, together past twice the L2 cache (`sets`): a weight that the
+last call left in the cache is not what a model streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["TURNS", "WARM", "Captured", "Cuda", "Device", "capture", "interleave", "medians", "sets"]
+
+TURNS = 7
+WARM = 2  # turns that are not counted
+
+GRAPH_US = 1000.0  # what a graph should take, as far as MOST_CALLS allows
+TURN_US = 2000.0  # what a turn of one peer should take
+MOST_CALLS = 64  # in a graph; capturing one costs the host tens of µs
+CACHE_BYTES = 60_000_000  # the L2 of an H200, where a device says less
+
+Calls = Sequence[Callable[[], Any]]
+
+
+class Device(Protocol):
+    """What the timing needs of a device; `Cuda` is the one there is."""
+
+    def graph(self, calls: Calls) -> Any:
+        """The calls, captured: an object with replay()."""
+
+    def mark(self) -> Any:
+        """A point in the work that was enqueued."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """µs from one mark to another; waits for the second."""
+
+
+class Cuda:
+    """The current CUDA device of PyTorch."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._stream = torch.cuda.Stream()
+
+    @property
+    def cache_bytes(self) -> int:
+        """The L2 cache, in bytes."""
+        return max(CACHE_BYTES, self._torch.cuda.get_device_properties(0).L2_cache_size)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Work inside goes to one stream that can be captured. cuBLAS keeps a workspace for each stream, so calls that were
+        made here before a capture need no memory in it."""
+        self._torch.cuda.synchronize()
+        with self._torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def graph(self, calls: Calls) -> Any:
+        # Not torch.cuda.graph: it empties PyTorch's cache of memory each time, and a run captures a thousand graphs.
+        self._torch.cuda.synchronize()
+        graph = self._torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            for call in calls:
+                call()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is spoilt: what spoilt it is the error to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph
+
+    def mark(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        second.synchronize()
+        return 1000 * float(first.elapsed_time(second))
+
+
+class Captured(NamedTuple):
+    """A graph and the number of calls in it."""
+
+    graph: Any
+    calls: int
+
+
+def sets(bytes_of_one: int, cache_bytes: int) -> int:
+    """How many sets of operands pass twice the cache: at least 2."""
+    return max(2, math.ceil(2 * cache_bytes / bytes_of_one))
+
+
+def capture(device: Device, calls: Calls) -> Captured:
+    """Run each call, then capture them in order, over and over, until the graph is long enough.
+
+    Every call is in the graph equally often, whatever MOST_CALLS says, or the operands would not rotate.
+    """
+    calls[0]()  # compiles, and sets up what a library sets up once
+    begin = device.mark()
+    for call in calls:
+        call()
+    # Eager calls are bound by the host where they are short, so a graph may come out shorter than GRAPH_US.
+    all_us = max(device.between(begin, device.mark()), 1.0)
+    rounds = max(1, min(math.ceil(GRAPH_US / all_us), MOST_CALLS // len(calls)))
+    return Captured(device.graph([*calls] * rounds), rounds * len(calls))
+
+
+def interleave(
+    device: Device, captured: Mapping[str, Captured], turns: int = TURNS, warm: int = WARM
+) -> dict[str, list[float]]:
+    """µs a call of each peer in each turn. A turn replays every peer's graph, each long enough to measure; each turn begins
+    with another peer."""
+    replays = {}
+    for name, one in captured.items():
+        begin = device.mark()
+        one.graph.replay()
+        replays[name] = max(1, math.ceil(TURN_US / max(device.between(begin, device.mark()), 1.0)))
+    times: dict[str, list[float]] = {name: [] for name in captured}
+    for turn in range(warm + turns):
+        names = list(
+            itertools.islice(itertools.cycle(captured), turn % len(captured), turn % len(captured) + len(captured))
+        )
+        marks = {}
+        for name in names:
+            begin = device.mark()
+            for _ in range(replays[name]):
+                captured[name].graph.replay()
+            marks[name] = begin, device.mark()
+        if turn >= warm:
+            for name, (begin, end) in marks.items():
+                times[name].append(device.between(begin, end) / (replays[name] * captured[name].calls))
+        else:
+            device.between(*marks[names[-1]])
+    return times
+
+
+def medians(device: Device, peers: Mapping[str, Calls]) -> dict[str, float]:
+    """Median µs a call of each peer, the peers in turn."""
+    captured = {name: capture(device, calls) for name, calls in peers.items()}
+    return {name: statistics.median(found) for name, found in interleave(device, captured).items()}
