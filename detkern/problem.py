@@ -106,6 +106,9 @@ class ColumnSumProblem:
     out: Vector
     accumulate: bool
 
+    def __hash__(self) -> int:
+        return hash((self.m, self.n, self.batch, self.dc.dtype.code, self.accumulate))
+
 
 def _alignment(pointer: int) -> int:
     return min(pointer & -pointer, 16) or 16
