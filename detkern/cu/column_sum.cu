@@ -35,6 +35,8 @@ struct ColumnSumParams {
   int64_t batch_strides[MAX_SUM_RANK];
 };
 
+// Adding and copying warps meet at instructions of their own, which __syncthreads() may not do.
+constexpr int OFFSETS_BARRIER = 1, STAGE_BARRIER = 2;
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
 constexpr int LINES = LOAD == K_MAJOR ? TILE_N : ROWS;
@@ -99,7 +101,7 @@ class StageCopy {
       int64_t* offsets = offsets_ + number % 2 * ROWS;
       if (loader_ < rows) offsets[loader_] = row_offset(p_, row0 + loader_);
       // Also keeps a half until all have read it: whoever is here has read the other one.
-      named_barrier<LOADERS>(1);
+      named_barrier<LOADERS>(OFFSETS_BARRIER);
       if constexpr (LOAD == MN_MAJOR) {
         copy_rows(stage, offsets, rows);
       } else {
@@ -267,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       for (int64_t next = 0; next < stages + STAGES - 1; ++next) {
         if (next >= STAGES - 1) {
           copy_async_wait<STAGES - 2>();
-          __syncthreads();  // stage next - STAGES + 1 is in place, and the one before it has been added
+          named_barrier<THREADS>(STAGE_BARRIER);  // stage next - STAGES + 1 is in place, the one before it is added
         }
         if (next < stages) copy.copy(ring + slot * STAGE_BYTES, next);
         copy_async_commit();
@@ -279,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       if (p.accumulate && column < p.n) acc = static_cast<const float*>(p.out)[column * p.out_stride];
       int slot = 0;
       for (int64_t stage = 0; stage < stages; ++stage) {
-        __syncthreads();
+        named_barrier<THREADS>(STAGE_BARRIER);
         add_rows(acc, ring + slot * STAGE_BYTES, thread, clamp(p.rows - stage * ROWS, ROWS));
         slot = slot + 1 == STAGES ? 0 : slot + 1;
       }
