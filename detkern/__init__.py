@@ -1,7 +1,7 @@
 """Deterministic, batch-invariant matrix multiplication: every bit of a result is fixed by a written contract."""
 
 from . import config
-from .api import Explanation, explain, gemm, gemm_da, gemm_db, linear
+from .api import Explanation, bias_gradient, explain, gemm, gemm_da, gemm_db, linear
 from .errors import (
     ArgumentError,
     BackendUnavailable,
@@ -17,6 +17,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
-    "DeviceError", "Explanation", "ShapeError", "__version__", "config", "explain", "gemm", "gemm_da",
-    "gemm_db", "linear",
+    "DeviceError", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
+    "gemm_da", "gemm_db", "linear",
 ]  # fmt: skip

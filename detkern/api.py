@@ -17,11 +17,11 @@ from .call import Call
 from .contracts import get_contract
 from .dtypes import DType
 from .errors import ArgumentError
-from .plan import Names, Plan, plan_block_scaled, plan_gemm
+from .plan import Names, Plan, plan_block_scaled, plan_column_sum, plan_gemm
 from .problem import GemmProblem
 from .tensors import dtype_argument
 
-__all__ = ["Explanation", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]
+__all__ = ["Explanation", "bias_gradient", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]
 
 _GEMM = Names("gemm", "a", "b")
 _LINEAR = Names("linear", "x", "weight")
@@ -195,6 +195,42 @@ def gemm_db(
             _DB_TRANSPOSED, dc, a, True, False, None, out, out_dtype, accumulate, contract, backend, leader=1
         )
     return _product(_DB, a, dc, True, False, None, out, out_dtype, accumulate, contract, backend)
+
+
+def bias_gradient(
+    dc: Any, *, out: Any = None, out_dtype: Any = None, accumulate: bool = False, backend: str | None = None
+) -> Any:
+    """The gradient of bias in c = a @ b + bias: the sum of dc's rows, for each column one ascending chain of binary32
+    additions.
+
+    Accumulating pieces of the rows into one float32 `out` gives the bits of the whole, wherever it is cut. The contract
+    of a product has no part in it: the chain is the same whatever computes c.
+
+    Args:
+        dc: [.., M, N], or [N], which is one row. float32, float16 or bfloat16; any strides. The rows are those of all
+            leading dimensions, in row-major order.
+        out: [N], as in `gemm`.
+        out_dtype: as in `gemm`; default dc's type.
+        accumulate: start each column's chain at out's value instead of +0. Needs a float32 `out`.
+        backend: as in `gemm`; "native" has no such op.
+
+    Returns:
+        `out`, or a new array [N] of dc's framework. No rows give +0 (or out + 0); no columns an empty result.
+
+    Raises:
+        As `gemm`.
+    """
+    call = Call(((dc, "dc"),), out)
+    (view,) = call.views
+    plan = plan_column_sum(
+        view, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+    )
+    result = call.result(plan.shape, plan.strides, plan.dtype)
+    if not plan.empty:
+        call.begin()
+        plan.backend.column_sum(plan.problem, view, result, call.execution)
+        call.end()
+    return call.finish()
 
 
 def explain(

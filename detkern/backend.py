@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from .contracts import Contract
     from .dtypes import DType
-    from .problem import BlockScaledProblem, GemmProblem
+    from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
     from .tensors import Device, TensorView
 
 __all__ = ["Backend", "Execution", "Kernel"]
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def unavailable(self, device: Device) -> str | None:
         """Why this backend cannot run on `device` at all, or None where it can. Cheap after the first call."""
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
         """Why this backend will not take `problem` though it runs on the device, naming what it can do; or None."""
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
@@ -60,8 +60,8 @@ class Backend(Protocol):
     def capability(self, device: Device) -> tuple[int, int] | None:
         """The compute capability of a CUDA device; None elsewhere."""
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
-        """What `gemm` or `block_scaled_gemm` would launch for `problem`."""
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+        """What the problem's own method would launch for it."""
 
     def gemm(
         self,
@@ -86,3 +86,7 @@ class Backend(Protocol):
         execution: Execution,
     ) -> None:
         """Enqueue the `fp8-block128` product of quantized blocks on the execution's stream."""
+
+    def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
+        """Enqueue out = the ascending binary32 chain over the rows of dc, from +0 or from out, on the execution's
+        stream."""

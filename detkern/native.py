@@ -18,7 +18,7 @@ from .backend import Execution, Kernel
 from .contracts import Contract
 from .dtypes import BF16, DType
 from .errors import ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, GemmProblem, Matrix
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix
 from .tensors import Device, TensorView
 from .tensors.numpy import ndarray_of
 from .tensors.streams import cupy_runtime, cupy_stream
@@ -35,8 +35,8 @@ class _Native:
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind in ("cpu", "cuda") else f"it has no arrays on {device}"
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
-        return "it has no block-scaled product" if isinstance(problem, BlockScaledProblem) else None
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+        return None if isinstance(problem, GemmProblem) else "it has matmul alone"
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
         return []
@@ -44,7 +44,7 @@ class _Native:
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
         return Kernel("the framework's matmul", "the framework's choice", "the framework's choice")
 
     def gemm(
@@ -85,6 +85,9 @@ class _Native:
         out: TensorView, execution: Execution,
     ) -> None:  # fmt: skip
         raise ContractUnsupported("backend='native' has no block-scaled product")
+
+    def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
+        raise ContractUnsupported("backend='native' has no column_sum")
 
 
 BACKEND = _Native()

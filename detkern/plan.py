@@ -9,25 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from . import config, registry
 from .backend import Backend
 from .contracts import FP8_BLOCK128, Contract, get_contract
 from .dtypes import F32, DType
 from .errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
-from .problem import BlockScaledProblem, GemmProblem, block_scaled_problem, gemm_problem
+from .problem import (
+    BlockScaledProblem,
+    ColumnSumProblem,
+    GemmProblem,
+    block_scaled_problem,
+    column_sum_problem,
+    gemm_problem,
+)
 from .tensors import Device, TensorView, contiguous_strides, describe
 from .tensors.overlap import self_overlapping
 from .tensors.types import FP8, OUTPUTS
 
-__all__ = ["Names", "Plan", "forget_plans", "plan_block_scaled", "plan_gemm"]
+__all__ = ["Names", "Plan", "forget_plans", "plan_block_scaled", "plan_column_sum", "plan_gemm"]
 
-_P = TypeVar("_P", GemmProblem, BlockScaledProblem)
+_P = TypeVar("_P", GemmProblem, BlockScaledProblem, ColumnSumProblem)
 
 # Plans kept at once; when there are more, all are forgotten (a loop over that many shapes gains nothing from any).
 _KEPT = 4096
-_plans: dict[object, Plan[GemmProblem]] = {}
+_plans: dict[object, Plan[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -97,10 +104,14 @@ def plan_gemm(
         plan = _make_plan(
             names, left, right, trans_left, trans_right, bias, out, out_dtype, accumulate, contract, configured, backend
         )
-        if len(_plans) >= _KEPT:
-            _plans.clear()
-        _plans[key] = plan
+        _keep(key, plan)
     return plan
+
+
+def _keep(key: object, plan: Plan[Any]) -> None:
+    if len(_plans) >= _KEPT:
+        _plans.clear()
+    _plans[key] = plan
 
 
 def _make_plan(
@@ -346,3 +357,45 @@ def _need_matrix(view: TensorView, argument: str) -> None:
 def _need_shape(view: TensorView, argument: str, shape: Sequence[int], meaning: str) -> None:
     if view.shape != tuple(shape):
         raise ShapeError(f"{argument} has shape {list(view.shape)}; it needs {list(shape)}, {meaning}")
+
+
+def plan_column_sum(
+    dc: TensorView, out: TensorView | None, out_dtype: DType | None, accumulate: bool, backend: str | None
+) -> Plan[ColumnSumProblem]:
+    """The plan of a bias gradient."""
+    key = (
+        "bias_gradient",
+        accumulate,
+        backend,
+        None if out_dtype is None else out_dtype.code,
+        dc.device,
+        dc.shape,
+        dc.strides,
+        dc.dtype.code,
+        dc.pointer & 15,
+        None if out is None else (out.shape, out.strides, out.dtype.code, out.pointer & 15, out.readonly),
+    )
+    plan: Plan[ColumnSumProblem] | None = _plans.get(key)
+    if plan is None:
+        plan = _make_column_sum_plan(dc, out, out_dtype, accumulate, backend)
+        _keep(key, plan)
+    return plan
+
+
+def _make_column_sum_plan(
+    dc: TensorView, out: TensorView | None, out_dtype: DType | None, accumulate: bool, backend: str | None
+) -> Plan[ColumnSumProblem]:
+    if dc.dtype not in OUTPUTS:
+        raise DTypeError(
+            f"dc is {dc.dtype}; bias_gradient takes float32, float16 and bfloat16: cast dc to one of them (exact)"
+        )
+    if not dc.shape:
+        raise ShapeError("dc has no dimensions; bias_gradient needs [.., M, N] or [N]")
+    if 0 not in dc.shape and prod(dc.shape[:-1]) >= 1 << 63:
+        raise ShapeError(f"dc has shape {list(dc.shape)}; bias_gradient takes fewer than 2^63 rows")
+    shape = dc.shape[-1:]
+    dtype = _result_type(out, out_dtype, accumulate, dc.dtype)
+    result = _result_view(out, shape, dtype, dc.device)
+    problem = column_sum_problem(dc, result, accumulate)
+    chosen = registry.select("column_sum", problem, backend)
+    return Plan(problem, chosen, shape, contiguous_strides(shape), dtype, 0 in shape)

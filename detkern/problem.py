@@ -12,7 +12,16 @@ from .contracts import Contract
 from .dtypes import DType
 from .tensors import Device, TensorView
 
-__all__ = ["BlockScaledProblem", "GemmProblem", "Matrix", "Vector", "block_scaled_problem", "gemm_problem"]
+__all__ = [
+    "BlockScaledProblem",
+    "ColumnSumProblem",
+    "GemmProblem",
+    "Matrix",
+    "Vector",
+    "block_scaled_problem",
+    "column_sum_problem",
+    "gemm_problem",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,27 @@ class BlockScaledProblem:
     accumulate: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnSumProblem:
+    """out[n] = the chain of dc[*batch, m, n] over all rows, those of one batch index after those of the one before.
+
+    Batch dimensions are merged with each other and with the rows as far as the strides allow; those of size one are left
+    out, so there are at most 61 where the rows can be counted in 63 bits. There may be no rows: then the batch is () and
+    m is 0.
+    """
+
+    device: Device
+    batch: tuple[int, ...]
+    m: int
+    n: int
+    dc: Matrix
+    out: Vector
+    accumulate: bool
+
+    def __hash__(self) -> int:
+        return hash((self.m, self.n, self.batch, self.dc.dtype.code, self.accumulate))
+
+
 def _alignment(pointer: int) -> int:
     return min(pointer & -pointer, 16) or 16
 
@@ -137,6 +167,32 @@ def gemm_problem(
         b=_matrix(b, b_strides, k, b.strides[-2]),
         out=_matrix(out, out_strides, m, out_row),
         bias=None if bias is None else Vector(bias.dtype, bias.strides[0], _alignment(bias.pointer)),
+        accumulate=accumulate,
+    )
+
+
+def column_sum_problem(dc: TensorView, out: TensorView, accumulate: bool) -> ColumnSumProblem:
+    """The problem of views that already fit: dc [.., N], whose leading dimensions are the rows in row-major order, and
+    out [N]."""
+    n = dc.shape[-1]
+    rows: list[tuple[int, int]] = []
+    for size, stride in zip(dc.shape[:-1], dc.strides[:-1], strict=True):
+        if size == 1:
+            continue
+        if rows and rows[-1][1] == size * stride:
+            rows[-1] = (rows[-1][0] * size, stride)
+        else:
+            rows.append((size, stride))
+    if 0 in dc.shape[:-1]:
+        rows = [(0, 0)]
+    *batch, (m, row_stride) = rows or [(1, 0)]
+    return ColumnSumProblem(
+        device=out.device,
+        batch=tuple(size for size, _ in batch),
+        m=m,
+        n=n,
+        dc=_matrix(dc, tuple(stride for _, stride in batch), m, row_stride),
+        out=Vector(out.dtype, out.strides[0] if n != 1 else 0, _alignment(out.pointer)),
         accumulate=accumulate,
     )
 

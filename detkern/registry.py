@@ -11,10 +11,12 @@ from .backend import Backend
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, GemmProblem
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
 from .tensors import Device
 
 __all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "passed_over", "select"]
+
+Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Row:
 
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
-    Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm")),
-    Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm",)),
+    Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum")),
+    Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum")),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
 )
 
@@ -66,7 +68,7 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
     return default_contract(dtype, device.kind, capability)
 
 
-def select(op: str, problem: GemmProblem | BlockScaledProblem, name: str | None) -> Backend:
+def select(op: str, problem: Problem, name: str | None) -> Backend:
     """The first backend of the table that serves `op` on the problem's device and refuses nothing, or the one named.
 
     Raises BackendUnavailable or ContractUnsupported with what each backend answered; DeviceError where the table has
@@ -105,7 +107,7 @@ def select(op: str, problem: GemmProblem | BlockScaledProblem, name: str | None)
     raise error(f"no backend takes this {op} on {device}: " + "; ".join(answers))
 
 
-def passed_over(op: str, problem: GemmProblem | BlockScaledProblem, chosen: str, named: bool) -> list[tuple[str, str]]:
+def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tuple[str, str]]:
     """Every backend for the problem's kind of device but the chosen one, with why it is not the one. `named`: the
     caller named the chosen one."""
     device = problem.device

@@ -29,6 +29,7 @@ STRUCTS = {
     "detkern_capabilities": mirror.Capabilities,
     "detkern_gemm_descriptor": mirror.GemmDescriptor,
     "detkern_block_scaled_descriptor": mirror.BlockScaledDescriptor,
+    "detkern_column_sum_descriptor": mirror.ColumnSumDescriptor,
 }
 
 
@@ -89,9 +90,10 @@ def test_mirrors_have_the_offsets_that_a_compiler_gives(tmp_path: Path) -> None:
             )
             described = getattr(structure, field)
             expected.append(f"{name}.{field} {described.offset} {described.size}")
-    for value in ("DETKERN_ABI_VERSION", "DETKERN_MAX_BATCH_RANK"):
+    for value in ("DETKERN_ABI_VERSION", "DETKERN_MAX_BATCH_RANK", "DETKERN_MAX_SUM_RANK"):
         lines.append(f'printf("{value} %d\\n", {value});')
     expected += [f"DETKERN_ABI_VERSION {mirror.ABI_VERSION}", f"DETKERN_MAX_BATCH_RANK {mirror.MAX_BATCH_RANK}"]
+    expected.append(f"DETKERN_MAX_SUM_RANK {mirror.MAX_SUM_RANK}")
     source = tmp_path / "offsets.c"
     body = "\n".join(lines)
     source.write_text(f'#include <stddef.h>\n#include <stdio.h>\n#include "{HEADER}"\nint main() {{\n{body}\n}}\n')
@@ -147,6 +149,7 @@ int32_t detkern_get_capabilities(detkern_capabilities* c) {
 }
 int32_t detkern_gemm(const detkern_gemm_descriptor* d) { said = "told so"; return d->contract; }
 int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* d) { said = 0; return d->a_dtype; }
+int32_t detkern_column_sum(const detkern_column_sum_descriptor* d) { said = "no sum"; return d->operand_dtype; }
 """
 
 
@@ -169,6 +172,10 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
         block_scaled.a_dtype = status
         with pytest.raises(error, match=r"detkern_block_scaled_gemm: .*: no message"):
             library.block_scaled_gemm(block_scaled)
+        column_sum = mirror.described(mirror.ColumnSumDescriptor)
+        column_sum.operand_dtype = status
+        with pytest.raises(error, match=rf"detkern_column_sum: .*\({status}\): no sum"):
+            library.column_sum(column_sum)
 
 
 def test_the_key_covers_sources_flags_compiler_and_cpu(

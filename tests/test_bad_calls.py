@@ -19,6 +19,7 @@ from detkern.api import block_scaled_gemm
 from detkern.tensors import dlpack
 
 gemm, linear, da, db = detkern.gemm, detkern.linear, detkern.gemm_da, detkern.gemm_db
+bias_gradient = detkern.bias_gradient
 
 
 def f32(*shape: int) -> np.ndarray:
@@ -343,6 +344,37 @@ BAD = [
         ArgumentError, ("out shares memory with scale_b",)),
     Bad("fp8 native", lambda o: block_scaled_gemm(e4m3(4, 128), f32(4, 1), e4m3(128, 3), f32(1, 3), backend="native"),
         ContractUnsupported, ("native", "block_scaled_gemm")),
+    # bias gradient (`o` is [4, 3])
+    Bad("dc has no dimensions", lambda o: bias_gradient(np.array(1, np.float32), out=o),
+        ShapeError, ("dc has no dimensions", "[.., M, N]")),
+    Bad("dc has another N", lambda o: bias_gradient(A, out=o[0]), ShapeError, ("out has shape [3]", "[8]")),
+    Bad("dc against a matrix out", lambda o: bias_gradient(f32(5, 3), out=o), ShapeError, ("out has shape [4, 3]", "[3]")),
+    Bad("dc a list", lambda o: bias_gradient([[1.0]]), DTypeError, ("dc is no array but list",)),
+    Bad("dc None", lambda o: bias_gradient(None), DTypeError, ("dc is no array but NoneType",)),
+    Bad("dc float64", lambda o: bias_gradient(np.ones((4, 3))), DTypeError, ("dc is float64", "dc.astype(np.float32)")),
+    Bad("dc fp8", lambda o: bias_gradient(e4m3(4, 3), out=o[0]),
+        DTypeError, ("dc is float8_e4m3fn", "float32, float16 and bfloat16", "cast dc")),
+    Bad("bias gradient accumulates into nothing", lambda o: bias_gradient(f32(4, 3), accumulate=True),
+        ArgumentError, ("accumulate=True", "needs out=")),
+    Bad("bias gradient accumulates in bf16", lambda o: bias_gradient(bf16(4, 3), out=bf16(3), accumulate=True),
+        DTypeError, ("accumulate=True", "float32 out", "bfloat16")),
+    Bad("bias gradient out and out_dtype", lambda o: bias_gradient(bf16(4, 3), out=o[0], out_dtype="f16"),
+        DTypeError, ("out_dtype=float16", "out is float32")),
+    Bad("bias gradient accumulate a number", lambda o: bias_gradient(f32(4, 3), out=o[0], accumulate=1),
+        ArgumentError, ("accumulate=1", "True or False")),
+    Bad("bias gradient into dc", lambda o: bias_gradient(o, out=o[1]), ArgumentError, ("out shares memory with dc",)),
+    Bad("bias gradient read-only out", lambda o: bias_gradient(f32(4, 3), out=readonly(f32(3))),
+        ArgumentError, ("out is read-only",)),
+    Bad("bias gradient broadcast out", lambda o: bias_gradient(f32(4, 3), out=np.lib.stride_tricks.as_strided(o, (3,), (0,))),
+        ArgumentError, ("out [3]", "one address")),
+    Bad("bias gradient native", lambda o: bias_gradient(f32(4, 3), out=o[0], backend="native"),
+        ContractUnsupported, ("native", "column_sum")),
+    Bad("bias gradient backend", lambda o: bias_gradient(f32(4, 3), out=o[0], backend="tpu"),
+        ArgumentError, ("backend='tpu'",)),
+    Bad("bias gradient requires grad", lambda o: bias_gradient(tt(4, 3, requires_grad=True)),
+        ArgumentError, ("dc requires grad", "detkern.torch"), "torch"),
+    Bad("bias gradient JAX out", lambda o: bias_gradient(jnp().ones((4, 3)), out=jnp().ones(3)),
+        ArgumentError, ("out is a JAX array", "immutable"), "jax"),
     # PyTorch
     Bad("torch float64", lambda o: gemm(tt(4, 8, dtype=torch().float64), tt(8, 3)),
         DTypeError, ("a is float64", "a.to(torch.float32)"), "torch"),

@@ -46,9 +46,14 @@ class Broken(CpuBackend):
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
         return [(FMA, BF16)]
 
+    def column_sum(self, problem: Any, dc: Any, out: Any, execution: Any) -> None:
+        super().column_sum(problem, dc, out, execution)
+        if problem.m > 1 and getattr(self.spoil, "sums", False):
+            _flip(out.array, (0,))
+
     def gemm(self, problem: Any, a: Any, b: Any, out: Any, bias: Any, execution: Any) -> None:
         super().gemm(problem, a, b, out, bias, execution)
-        if problem.k:
+        if problem.k and not getattr(self.spoil, "sums", False):
             self.spoil(problem, a.array, b.array, out.array, None if bias is None else bias.array)
 
 
@@ -60,7 +65,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         module = types.ModuleType("broken_backend")
         module.BACKEND = Broken(spoil)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "broken_backend", module)
-        row = registry.Row("broken", "broken_backend", ("cpu",), ("gemm",), dispatched=False)
+        row = registry.Row("broken", "broken_backend", ("cpu",), ("gemm", "column_sum"), dispatched=False)
         monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, row))
         registry.load.cache_clear()
         forget_plans()
@@ -150,6 +155,13 @@ def _flushed(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
         out[tiny & ~np.isnan(out.astype(np.float32))] = 0
 
 
+def _bias_gradient(*_: Any) -> None:
+    """The products are right, the bias gradient is not."""
+
+
+_bias_gradient.sums = True  # type: ignore[attr-defined]
+
+
 def _inaccurate(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
     """Three significant digits, in the shape whose error alone is looked at."""
     if (problem.m, problem.n) == QUICK.accuracy[0][:2]:
@@ -168,6 +180,7 @@ BREAKS: list[tuple[str, Callable[[], Callable[..., None]]]] = [
     ("bias", lambda: _half_bias),
     ("accumulate", lambda: _accumulated),
     ("replay", lambda: _flushed),
+    ("replay", lambda: _bias_gradient),
     ("accuracy", lambda: _inaccurate),
 ]
 

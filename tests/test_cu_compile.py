@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import geometry, loader
+from detkern.cu import column_sum, geometry, loader
 from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BuildError
@@ -140,9 +140,13 @@ CASES = list(_cases())
 
 
 def _compile(case: Case) -> tuple[str, str]:
-    """(log, machine code) of a case; runs in a process of its own."""
-    build = build_for(case.contract, case.operand, case.tile, *case.loads)
-    image, log = loader.compile_kernel(build, case.architecture, ("--ptxas-options=-v",))
+    """(log, machine code) of a case."""
+    return _compile_build(build_for(case.contract, case.operand, case.tile, *case.loads), case.architecture)
+
+
+def _compile_build(build: loader.KernelBuild, architecture: str) -> tuple[str, str]:
+    """(log, machine code); runs in a process of its own."""
+    image, log = loader.compile_kernel(build, architecture, ("--ptxas-options=-v",))
     return log, _disassemble(image)
 
 
@@ -168,25 +172,75 @@ def compiled() -> Iterator[dict[Case, Future[tuple[str, str]]]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[str, str]]]) -> None:
     log, code = compiled[case].result()
-    assert "warning" not in log
-    assert not re.search(r"\bC75\d\d\b", log)
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
-        ("0", "0", "0")
-    ]
+    registers = _registers(log)
     build = build_for(case.contract, case.operand, case.tile, *case.loads)
     assert registers <= REGISTERS[case.tile.table, str(case.tile)]
     assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
     assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code, re.MULTILINE)
+    instructions = _instructions(code)
     assert len(instructions) > 200
     needed = "HGMMA.64x64x16" if case.tile.table == "tree_wgmma" else NEEDED[case.contract]
     assert any(name.startswith(needed) for name in instructions), needed
     for name in instructions:
         assert not name.startswith(FORBIDDEN[case.contract]), name
-        assert not name.startswith(("RED.", "ATOM", "LDL", "STL")), name  # atomics; local memory
-        # Subnormals are kept. (Divisions of 64-bit integers go through floats that flush, to no harm.)
-        assert ".FTZ" not in name or not name.startswith(ARITHMETIC), name
+        _check_instruction(name)
+
+
+def _registers(log: str) -> int:
+    """The registers of a thread, from a log with no warning in it and no byte of stack or spill."""
+    assert "warning" not in log
+    assert not re.search(r"\bC75\d\d\b", log)
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
+        ("0", "0", "0")
+    ]
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    return registers
+
+
+def _instructions(code: str) -> list[str]:
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code, re.MULTILINE)
+
+
+def _check_instruction(name: str) -> None:
+    assert not name.startswith(("RED.", "ATOM", "LDL", "STL")), name  # atomics; local memory
+    # Subnormals are kept. (Divisions of 64-bit integers go through floats that flush, to no harm.)
+    assert ".FTZ" not in name or not name.startswith(ARITHMETIC), name
+
+
+# All builds on sm_90a; elsewhere gathering and a vector load, types and loads going round.
+SUMS = [("sm_90a", build) for build in column_sum.builds()] + [
+    (architecture, build)
+    for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
+    for build in (column_sum.builds()[turn % 3 * 4], column_sum.builds()[(turn + 1) % 3 * 4 + 1 + turn % 3])
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_sums() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in SUMS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("architecture", "build"), SUMS, ids=str)
+def test_the_bias_gradient_compiles_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_sums: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+) -> None:
+    log, code = compiled_sums[architecture, build].result()
+    macros = dict(build.macros)
+    # Vector loads: three CTAs an SM, as their shared memory has room for. Gathering: one, all of its loads in flight.
+    assert _registers(log) <= (200 if macros["LOAD"] == Load.STRIDED else 64)
+    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[architecture])
+    instructions = _instructions(code)
+    # A whole stage is unrolled: one addition a row and no loop between them.
+    assert sum(name == "FADD" for name in instructions) > macros["ROWS"]
+    for name in instructions:
+        assert not name.startswith(("FFMA", "FMUL")), name
+        _check_instruction(name)
+    if macros["LOAD"] != Load.STRIDED:
+        assert any(name.startswith("LDGSTS") for name in instructions)
 
 
 def test_bounds_and_tables_name_the_same_tiles() -> None:

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, differing, replay, run, tiles_here, vector
 
+import detkern
 from detkern import operands
+from detkern.backend import Execution
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.cu import column_sum
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.problem import column_sum_problem
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -81,6 +86,38 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
         else:
             expected = replay(contract, a, b, out_dtype=out_dtype, bias=bias, initial=initial)
         assert differing(expected, cupy.asnumpy(out.array)) == 0
+
+
+@pytest.mark.parametrize("load", Load, ids=lambda load: load.name)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
+    """More columns than a grid's CTAs, rows that end within a stage and fill the ring more than once; with a batch where
+    rows are found by division."""
+    import cupy
+
+    shape = (3, 190, 72) if load == Load.MN_MAJOR else (1, 570, 72) if load == Load.K_MAJOR else (3, 190, 71)
+    dc = operands.generate("normal", dtype, shape, 5)
+    memory = cupy.asarray(dc.view(dtype.bits))
+    if load == Load.K_MAJOR:
+        memory = cupy.asarray(np.pad(dc[0].T, ((0, 0), (0, 6))).view(dtype.bits)).T[None, :570]
+    cut = memory[:, :-3]
+    strides = tuple(stride // dtype.itemsize for stride in cut.strides)
+    source = TensorView(cut.data.ptr, cut.shape, strides, dtype, DEVICE, array=memory)
+    n = shape[-1]
+    for tile in column_sum.tiles_for(load, dtype):
+        for initial in (None, operands.generate("normal", F32, (n,), 6)):
+            if initial is None:
+                out, out_dtype = cupy.empty(n, dtype.bits), dtype
+            else:
+                out, out_dtype = cupy.asarray(initial.view(F32.bits)), F32
+            target = TensorView(out.data.ptr, (n,), (1,), out_dtype, DEVICE, array=out)
+            problem = column_sum_problem(source, target, initial is not None)
+            assert column_sum.load_path(problem) == load
+            chosen = replace(column_sum.choose(problem, 132, tile), grid=1)
+            column_sum.launch(problem, source, target, Execution(DEVICE, 0, _scratch), chosen)
+            onto = None if initial is None else initial.copy()
+            expected = detkern.bias_gradient(dc[:, :-3], out=onto, accumulate=onto is not None, backend="cpu")
+            assert differing(expected.view(out_dtype.bits), cupy.asnumpy(out)) == 0
 
 
 def _scratch(size: int) -> TensorView:

@@ -9,7 +9,7 @@ import pytest
 
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import F32
-from detkern.problem import GemmProblem, block_scaled_problem, gemm_problem
+from detkern.problem import ColumnSumProblem, GemmProblem, block_scaled_problem, column_sum_problem, gemm_problem
 from detkern.tensors import Device, TensorView, contiguous_strides
 
 FMA = CONTRACTS["fma"]
@@ -137,3 +137,36 @@ def test_block_scaled() -> None:
     assert (problem.m, problem.n, problem.k, problem.accumulate) == (4, 1, 256, True)
     assert (problem.scale_a.row_stride, problem.scale_a.col_stride) == (0, 1)
     assert (problem.b.row_stride, problem.b.col_stride) == (1, 0)
+
+
+def sums(dc: TensorView, columns: int = 5) -> ColumnSumProblem:
+    return column_sum_problem(dc, view((columns,)), False)
+
+
+def test_rows_of_a_sum_are_merged_as_far_as_strides_allow() -> None:
+    problem = sums(view((2, 3, 4, 5)))
+    assert (problem.batch, problem.m, problem.n) == ((), 24, 5)
+    assert (problem.dc.row_stride, problem.dc.col_stride, problem.dc.alignment) == (5, 1, 16)
+    # Rows cut off every sequence: one batch dimension is left.
+    problem = sums(view((2, 3, 3, 5), (60, 20, 5, 1)))
+    assert (problem.batch, problem.m, problem.dc.batch_strides, problem.dc.row_stride) == ((6,), 3, (20,), 5)
+    # Expanded: all rows are one.
+    problem = sums(view((2, 3, 5), (0, 0, 1)))
+    assert (problem.batch, problem.m, problem.dc.row_stride) == ((), 6, 0)
+
+
+def test_rows_in_another_order_stay_apart() -> None:
+    problem = sums(view((3, 2, 5), (5, 15, 1)))
+    assert (problem.batch, problem.m, problem.dc.batch_strides, problem.dc.row_stride) == ((3,), 2, (5,), 15)
+
+
+def test_dimensions_of_size_one_and_none_at_all_in_a_sum() -> None:
+    problem = sums(view((1, 4, 1, 5), (99, 5, 77, 1)))
+    assert (problem.batch, problem.m, problem.dc.row_stride) == ((), 4, 5)
+    for dc in (view((5,)), view((1, 1, 5), (9, 9, 1))):
+        problem = sums(dc)
+        assert (problem.batch, problem.m, problem.dc.row_stride) == ((), 1, 0)
+    problem = column_sum_problem(view((4, 1), (1, 7)), view((1,), (3,)), True)
+    assert (problem.dc.col_stride, problem.out.stride, problem.accumulate) == (0, 0, True)
+    problem = sums(view((3, 0, 4, 5)))
+    assert (problem.batch, problem.m) == ((), 0)

@@ -14,6 +14,7 @@ extern "C" {
 
 #define DETKERN_ABI_VERSION 1
 #define DETKERN_MAX_BATCH_RANK 8
+#define DETKERN_MAX_SUM_RANK 62 /* more dimensions of two or more would be 2^63 rows */
 #define DETKERN_EXPORT __attribute__((visibility("default")))
 
 enum detkern_dtype {
@@ -95,6 +96,25 @@ typedef struct {
   void *stream;
 } detkern_block_scaled_descriptor;
 
+/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or out */
+typedef struct {
+  uint64_t size;
+  int32_t operand_dtype; /* f32, f16 or bf16 */
+  int32_t out_dtype;
+  int32_t accumulate; /* 1: the chain starts at out (f32) */
+  int32_t batch_rank;
+  int32_t device;
+  int32_t threads;
+  int64_t m, n;
+  int64_t batch_shape[DETKERN_MAX_SUM_RANK];
+  int64_t batch_strides[DETKERN_MAX_SUM_RANK];
+  int64_t row_stride, col_stride;
+  int64_t out_stride;
+  const void *dc;
+  void *out;
+  void *stream;
+} detkern_column_sum_descriptor;
+
 /* Every function returns a detkern_status, detkern_abi_version and detkern_last_error aside. The last error is the
  * calling thread's, valid until its next call. */
 DETKERN_EXPORT int32_t detkern_abi_version(void);
@@ -102,6 +122,7 @@ DETKERN_EXPORT const char *detkern_last_error(void);
 DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabilities);
 DETKERN_EXPORT int32_t detkern_gemm(const detkern_gemm_descriptor *descriptor);
 DETKERN_EXPORT int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor *descriptor);
+DETKERN_EXPORT int32_t detkern_column_sum(const detkern_column_sum_descriptor *descriptor);
 
 #ifdef __cplusplus
 }

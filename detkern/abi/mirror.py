@@ -8,15 +8,18 @@ from typing import TypeVar
 __all__ = [
     "ABI_VERSION",
     "MAX_BATCH_RANK",
+    "MAX_SUM_RANK",
     "STATUS_NAMES",
     "BlockScaledDescriptor",
     "Capabilities",
+    "ColumnSumDescriptor",
     "GemmDescriptor",
     "described",
 ]
 
 ABI_VERSION = 1
 MAX_BATCH_RANK = 8
+MAX_SUM_RANK = 62
 
 OK = 0
 INVALID = 1
@@ -32,6 +35,7 @@ STATUS_NAMES = {
 }
 
 _Batch = c_int64 * MAX_BATCH_RANK
+_SumBatch = c_int64 * MAX_SUM_RANK
 
 
 class Capabilities(Structure):
@@ -109,6 +113,30 @@ class BlockScaledDescriptor(Structure):
         ("scale_a", c_void_p),
         ("b", c_void_p),
         ("scale_b", c_void_p),
+        ("out", c_void_p),
+        ("stream", c_void_p),
+    )
+
+
+class ColumnSumDescriptor(Structure):
+    """detkern_column_sum_descriptor."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("operand_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("accumulate", c_int32),
+        ("batch_rank", c_int32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("batch_shape", _SumBatch),
+        ("batch_strides", _SumBatch),
+        ("row_stride", c_int64),
+        ("col_stride", c_int64),
+        ("out_stride", c_int64),
+        ("dc", c_void_p),
         ("out", c_void_p),
         ("stream", c_void_p),
     )

@@ -41,7 +41,7 @@ def _capability(text: str) -> tuple[int, int]:
     multiple=True,
     type=CONTRACT,
     metavar="NAME",
-    help=f"Only this one, may be repeated: {NAMES}. Default: all that the capability offers.",
+    help=f"Only this one, may be repeated: {NAMES}. Default: all that the capability offers, and the bias gradient.",
 )
 @click.option("--processes", type=click.IntRange(1), help="Compilers at a time; default: one a core.")
 def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
@@ -58,6 +58,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
+    from ..cu import column_sum
     from ..cu.ahead import builds, compile_ahead
     from ..cu.backend import offered
     from ..cu.device import describe, missing
@@ -75,7 +76,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported_architectures())
-    wanted = builds(asked, capability)
+    wanted = builds(asked, capability) + ([] if contracts else column_sum.builds())
     start = time.perf_counter()
     running = compile_ahead(wanted, architecture, processes or len(os.sched_getaffinity(0)))
     for _ in track(running, f"kernels for {architecture}", total=len(wanted), transient=True):

@@ -110,7 +110,7 @@ def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
         reason = backend.unavailable(device)
     except (ImportError, DetkernError) as error:
         return record | {"unavailable": f"{type(error).__name__}: {error}"}
-    record |= {"unavailable": reason, "deterministic": backend.deterministic}
+    record |= {"unavailable": reason, "deterministic": backend.deterministic, "ops": list(row.ops)}
     if reason is not None:
         return record
     for contract, dtype in backend.contracts(device):
@@ -217,6 +217,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         offers = ", ".join(f"{name} ({' '.join(types)})" for name, types in record["contracts"].items())
         only = "" if record["dispatched"] else "only when named with backend=; "
         table.add_row(f"  {where}", only + (offers or "computes no contract: its bits are the framework's"))
+        table.add_row("", Text(f"ops: {', '.join(record['ops'])}", "dim"))
         for name, value in record.get("facts", {}).items():
             table.add_row("", Text(f"{name}: {value}", "dim"))
     console.print(table)

@@ -10,12 +10,14 @@ import numpy as np
 
 import detkern
 
+from .. import registry
 from ..api import block_scaled_gemm
-from ..contracts import Contract
+from ..contracts import FMA, Contract
 from ..cpu import numpy_replay
 from ..cpu.backend import library
 from ..dtypes import BF16, F16, F32, DType
 from ..operands import KINDS, generate
+from .devices import fetch
 from .properties import INVARIANCE, Effort, Property, sampled
 from .results import Histogram, Tally, Trial
 from .subject import BLOCK, Array, Operands, Subject, sample
@@ -155,6 +157,32 @@ def agreement(subject: Subject, effort: Effort, tally: Tally) -> None:
                         tally.tile(
                             row, label + said, subject.product(operands, **extra), replay(subject, operands, **extra)
                         )
+            if _sums(subject):
+                _bias_gradient(subject, effort, tally, kind, seed)
+
+
+def _sums(subject: Subject) -> bool:
+    """Whether the backend's bias gradient is looked at here: with `fma`, which takes every type, of whose product with a
+    row of ones it has the bits."""
+    rows = [row for row in registry.TABLE if row.name == subject.backend]
+    return subject.contract == FMA and subject.follows and "column_sum" in rows[0].ops
+
+
+def _bias_gradient(subject: Subject, effort: Effort, tally: Tally, kind: str, seed: int) -> None:
+    """The bias gradient against its replay, plain and onto out."""
+    for index, (_, n, m) in enumerate(effort.replay_shapes):
+        dc = generate(kind, subject.dtype, (m, n), 10 * seed + index)
+        start = generate(kind, F32, (n,), 9)
+        out = subject.place(start)
+        detkern.bias_gradient(subject.place(dc), out=out, accumulate=True, backend=subject.backend)
+        plain = detkern.bias_gradient(subject.place(dc), backend=subject.backend)
+        for said, got, initial in (("", plain, None), (", onto out", out, start)):
+            if subject.backend == "cpu":
+                want = numpy_replay.column_sum(dc, initial=initial)
+            else:
+                onto = None if initial is None else initial.copy()
+                want = np.asarray(detkern.bias_gradient(dc, out=onto, accumulate=onto is not None, backend="cpu"))
+            tally.tile(kind, f"bias gradient of {m} x {n}, seed {seed}{said}", fetch(got), want)
 
 
 def error_bound(contract: Contract, dtype: DType, k: int) -> float:
@@ -239,7 +267,7 @@ PROPERTIES: tuple[Property, ...] = (
         "replay",
         "replay",
         "Does every bit agree with the CPU replay?",
-        "shapes, each plain, onto out, with bias",
+        "shapes, each plain, onto out, with bias; with fma, the bias gradient",
         agreement,
     ),
     Property("accuracy", "error", "Is the error against float64 within the contract's bound?", "", accuracy),

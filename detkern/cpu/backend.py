@@ -20,7 +20,7 @@ from ..backend import Execution, Kernel
 from ..contracts import CONTRACTS, FP8_BLOCK128, Contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import ArgumentError, BackendUnavailable, BuildError
-from ..problem import BlockScaledProblem, GemmProblem, Matrix
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix
 from ..tensors import Device, TensorView
 from . import compiled, numpy_replay, threads
 from .float_environment import default_float_environment
@@ -60,7 +60,12 @@ class CpuBackend:
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind == "cpu" else f"it works on host memory, not on {device}"
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+        if isinstance(problem, ColumnSumProblem):
+            for name, dtype in (("dc", problem.dc.dtype), ("out", problem.out.dtype)):
+                if dtype not in _OUTPUTS:
+                    return f"{name} may be float32, float16 or bfloat16, not {dtype}"
+            return None
         contract = problem.contract
         types = (problem.a.dtype, problem.b.dtype)
         if isinstance(problem, BlockScaledProblem):
@@ -87,17 +92,18 @@ class CpuBackend:
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
         native = library()
+        if isinstance(problem, ColumnSumProblem):
+            if native is None:
+                return Kernel("numpy column_sum", "all columns", "1 thread")
+            return Kernel(f"c++ column_sum ({native.name.split()[1]})", "at most 1024 columns", _at_most_threads())
         if native is None:
             return Kernel(f"numpy {problem.contract}", "8192 outputs at a time", "1 thread")
         _, instructions, *tiles = native.name.split()
         unit = "fma" if problem.contract.step is None else "mma"
         tile = next(tile.partition("=")[2] for tile in tiles if tile.startswith(unit))
-        count = _threads()
-        return Kernel(
-            f"c++ {problem.contract} ({instructions})", tile, f"at most {count} thread{'s' if count > 1 else ''}"
-        )
+        return Kernel(f"c++ {problem.contract} ({instructions})", tile, _at_most_threads())
 
     def gemm(
         self, problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None,
@@ -136,12 +142,28 @@ class CpuBackend:
         descriptor.out = out.pointer
         native.block_scaled_gemm(descriptor)
 
+    def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
+        native = library()
+        if native is None:
+            _numpy_column_sum(problem, dc, out)
+            return
+        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(_column_sum_descriptor(problem))
+        descriptor.threads = _threads()
+        descriptor.dc = dc.pointer
+        descriptor.out = out.pointer
+        native.column_sum(descriptor)
+
 
 BACKEND = CpuBackend()
 
 
 def _threads() -> int:
     return config.num_threads or threads.available()
+
+
+def _at_most_threads() -> str:
+    count = _threads()
+    return f"at most {count} thread{'s' if count > 1 else ''}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,6 +214,21 @@ def _block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
     return bytes(d)
 
 
+@functools.lru_cache(maxsize=1024)
+def _column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
+    d = mirror.described(mirror.ColumnSumDescriptor)
+    d.operand_dtype, d.out_dtype = problem.dc.dtype.code, problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.m, d.n = problem.m, problem.n
+    d.batch_rank = len(problem.batch)
+    for index, size in enumerate(problem.batch):
+        d.batch_shape[index] = size
+        d.batch_strides[index] = problem.dc.batch_strides[index]
+    d.row_stride, d.col_stride = problem.dc.row_stride, problem.dc.col_stride
+    d.out_stride = problem.out.stride
+    return bytes(d)
+
+
 def _numpy_gemm(problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None) -> None:
     batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
     if 0 in (*batch, m, n):
@@ -230,6 +267,19 @@ def _numpy_block_scaled_gemm(
             _ndarray(scale_a.pointer, (m, blocks), problem.scale_a),
             _ndarray(b.pointer, (k, n), problem.b),
             _ndarray(scale_b.pointer, (blocks, n), problem.scale_b),
+            initial=target if problem.accumulate else None,
+            out_dtype=problem.out.dtype,
+        )
+
+
+def _numpy_column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView) -> None:
+    if problem.n == 0:
+        return
+    vector = Matrix(problem.out.dtype, (), 0, problem.out.stride, problem.out.alignment)
+    target = _ndarray(out.pointer, (1, problem.n), vector)[0]
+    with default_float_environment():
+        target[...] = numpy_replay.column_sum(
+            _ndarray(dc.pointer, (*problem.batch, problem.m, problem.n), problem.dc),
             initial=target if problem.accumulate else None,
             out_dtype=problem.out.dtype,
         )

@@ -52,6 +52,21 @@ struct Tile {
   char* out;
 };
 
+// out[j] = the chain of additions over the rows dc[batch, i, j]. Strides are in bytes.
+struct SumJob {
+  const char* dc;
+  int dtype;
+  int64_t rows, columns, row_stride, col_stride;  // rows: of one batch index
+  int batch_rank;
+  const int64_t* batch_shape;
+  int64_t batch_strides[DETKERN_MAX_SUM_RANK];
+  char* out;
+  int out_dtype;
+  int64_t out_stride;
+  bool accumulate;
+  int threads;
+};
+
 // Each implements one contract, or two that share a loop; they throw std::bad_alloc before `out` is touched.
 void run_fma(const Job& job);
 void run_mma16(const Job& job);
@@ -59,6 +74,7 @@ void run_mma8(const Job& job);
 void run_tree(const Job& job);
 void run_tree_mma16(const Job& job);
 void run_fp8_block128(const Job& job);
+void run_column_sum(const SumJob& job);
 
 // The register tile, rows times columns, of the chains of fused multiply-adds and of the tensor-core steps.
 extern const int FMA_ROWS, MMA_ROWS, TILE_COLUMNS;

@@ -1,4 +1,4 @@
-// The C ABI's entry points: check the descriptor, turn it into a Job, run the contract. No exception leaves.
+// The C ABI's entry points: check the descriptor, turn it into a job, run the contract. No exception leaves.
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
@@ -47,8 +47,8 @@ void exchange_thin(Job& job) {
   job.bias.along_rows = !job.bias.along_rows;
 }
 
-int32_t run(void (*kernel)(const Job&), Job& job) {
-  exchange_thin(job);
+template <class AnyJob>
+int32_t run(void (*kernel)(const AnyJob&), const AnyJob& job) {
   FloatEnvironment environment;
   try {
     kernel(job);
@@ -112,6 +112,7 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   if (d->bias_dtype) job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
+  exchange_thin(job);
   return run(offer->run, job);
 }
 
@@ -152,7 +153,45 @@ int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
   job.out_col_stride = d->out_col_stride * itemsize(d->out_dtype);
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
+  exchange_thin(job);
   return run(run_fp8_block128, job);
+}
+
+int32_t column_sum(const detkern_column_sum_descriptor* d) {
+  if (!d || d->size != sizeof *d)
+    return fail(DETKERN_INVALID, "column-sum descriptor of %llu bytes, this library's has %zu",
+                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
+  if (!is_output(d->operand_dtype))
+    return fail(DETKERN_UNSUPPORTED, "operand_dtype %d is not f32, f16 or bf16", d->operand_dtype);
+  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
+  if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
+  if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
+    return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
+  SumJob job{};
+  job.rows = d->m;
+  job.batch_rank = d->batch_rank;
+  job.batch_shape = d->batch_shape;
+  const int64_t size = itemsize(d->operand_dtype);
+  for (int i = 0; i < d->batch_rank; ++i) {
+    if (d->batch_shape[i] < 0) return fail(DETKERN_INVALID, "negative batch_shape");
+    if (d->batch_shape[i] == 0) job.rows = 0;
+    job.batch_strides[i] = d->batch_strides[i] * size;
+  }
+  if (job.rows == 0) job.batch_rank = 0;
+  if (d->n == 0) return DETKERN_OK;
+  if (!d->out || (job.rows && !d->dc)) return fail(DETKERN_INVALID, "a null pointer where elements are");
+  job.dc = static_cast<const char*>(d->dc);
+  job.dtype = d->operand_dtype;
+  job.columns = d->n;
+  job.row_stride = d->row_stride * size;
+  job.col_stride = d->col_stride * size;
+  job.out = static_cast<char*>(d->out);
+  job.out_dtype = d->out_dtype;
+  job.out_stride = d->out_stride * itemsize(d->out_dtype);
+  job.accumulate = d->accumulate != 0;
+  job.threads = d->threads;
+  return run(run_column_sum, job);
 }
 
 }  // namespace
@@ -188,6 +227,11 @@ int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
 int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* descriptor) {
   detkern::last_error[0] = 0;
   return detkern::block_scaled_gemm(descriptor);
+}
+
+int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
+  detkern::last_error[0] = 0;
+  return detkern::column_sum(descriptor);
 }
 
 }  // extern "C"

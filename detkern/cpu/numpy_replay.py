@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..contracts import FP8_BLOCK128, Contract
-from ..dtypes import F32, DType, from_numpy
+from ..dtypes import BF16, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, ContractUnsupported, ShapeError
 from .numpy_arithmetic import Array, Binary32, add, fma, round_to
 from .numpy_step import tensor_core_step
 
-__all__ = ["block_scaled_gemm", "gemm"]
+__all__ = ["block_scaled_gemm", "column_sum", "gemm"]
 
 _TILE = 1 << 13  # outputs worked on at a time: the integers of one tensor-core step on them fit a second-level cache
 
@@ -103,6 +103,30 @@ def block_scaled_gemm(
                 acc = fma(scale, chain(zeros, a[rows, ks], b[ks, cols]), acc)
             out[rows, cols] = _finish(acc, None, out_dtype)
     return out
+
+
+def column_sum(dc: Array, *, initial: Array | None = None, out_dtype: DType | None = None) -> Array:
+    """The bias gradient: for each column of dc [.., N] one chain of binary32 additions over the rows, which are those of
+    all leading dimensions in row-major order; a new [N] array of `out_dtype`.
+
+    dc:        float32, float16 or bfloat16, any strides.
+    initial:   float32 [N]; where the chains start.
+    out_dtype: float32, float16 or bfloat16; None: float32 with `initial`, else dc's type.
+
+    Raises ContractUnsupported or ShapeError.
+    """
+    dtype = from_numpy(dc.dtype)
+    if dtype not in (F32, F16, BF16):
+        raise ContractUnsupported(f"the bias gradient does not take dc of {dc.dtype}")
+    if dc.ndim == 0:
+        raise ShapeError("dc must have a dimension")
+    if out_dtype is None:
+        out_dtype = dtype if initial is None else F32
+    acc = np.zeros(dc.shape[-1], np.float32) if initial is None else initial.astype(np.float32)
+    with np.errstate(all="ignore"):
+        for row in np.ndindex(*dc.shape[:-1]):
+            acc = add(acc, dc[row].astype(np.float32))
+        return _finish(acc, None, out_dtype)
 
 
 def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:

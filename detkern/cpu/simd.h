@@ -178,6 +178,21 @@ constexpr int narrow_position(int column) {
 inline bool any(Short mask) { return any(reinterpret_cast<Int>(mask)); }
 inline Float to_float(Int value) { return __builtin_convertvector(value, Float); }
 
+// LANES adjacent elements of a type of 16 bits or more, exactly in binary32.
+template <int DTYPE>
+inline Float load_lanes(const char* address) {
+  Float value;
+  if constexpr (DTYPE == DETKERN_F32) std::memcpy(&value, address, sizeof value);
+  if constexpr (DTYPE == DETKERN_F16) value = load_f16(address);
+  if constexpr (DTYPE == DETKERN_BF16) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, address, sizeof halves);
+    value = as_float(__builtin_convertvector(halves, Int) << 16);
+  }
+  return value;
+}
+
 // A NaN stays some NaN; a magnitude beyond the largest finite number becomes infinity.
 inline Float round_to_bf16(Float value) {
   const Int bits = as_int(value);

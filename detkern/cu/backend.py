@@ -10,9 +10,9 @@ from ..backend import Execution, Kernel
 from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..dtypes import DType
 from ..errors import ContractUnsupported, DetkernError
-from ..problem import BlockScaledProblem, GemmProblem
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
 from ..tensors import Device, TensorView
-from . import selfcheck
+from . import column_sum, selfcheck
 from .device import CudaDevice, describe, missing
 from .geometry import choose, source_of
 
@@ -83,8 +83,10 @@ class CudaBackend:
         """The compute capability, or None where the device cannot run the kernels at all."""
         return None if missing(device.index) else describe(device.index).capability
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
         """Why the problem's contract is not offered on its device, naming those that are; or None."""
+        if isinstance(problem, ColumnSumProblem):
+            return column_sum.refusal(describe(problem.device.index), problem.dc.dtype)
         key = (problem.device.index, problem.contract, problem.a.dtype)
         try:
             return self._answers[key]
@@ -147,10 +149,15 @@ class CudaBackend:
         for contract, dtype in self._built_for(facts):
             found = selfcheck.known_outcome(facts, contract, dtype, source_of(contract))
             result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
+        for dtype in column_sum.OPERANDS:
+            found = selfcheck.known_outcome(facts, selfcheck.COLUMN_SUM, dtype, column_sum.SOURCE)
+            result[f"self-check of column_sum {dtype.short}"] = "not run yet" if found is None else str(found)
         return result
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem) -> Kernel:
-        """The kernel, tile and launch geometry that `gemm` would use."""
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+        """The kernel, tile and launch geometry that the problem's method would use."""
+        if isinstance(problem, ColumnSumProblem):
+            return column_sum.kernel(problem, describe(problem.device.index))
         if isinstance(problem, BlockScaledProblem):
             raise ContractUnsupported(f"{problem.contract} has no kernel on {problem.device}")
         facts = describe(problem.device.index)
@@ -194,6 +201,10 @@ class CudaBackend:
     ) -> None:
         """Not served: the registry sends no block-scaled problem here."""
         raise ContractUnsupported(f"{problem.contract} has no kernel on {problem.device}")
+
+    def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
+        """Enqueue the bias gradient; see `Backend.column_sum`. Raises as `gemm`."""
+        column_sum.launch(problem, dc, out, execution)
 
 
 BACKEND: Any = CudaBackend()

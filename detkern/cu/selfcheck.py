@@ -26,11 +26,25 @@ from ..errors import DetkernError
 from .device import CudaDevice
 from .loader import keep, kernel_folder, source_digest
 
-__all__ = ["SEEN", "Outcome", "check", "known_outcome", "outcome"]
+__all__ = [
+    "COLUMN_SUM",
+    "SEEN",
+    "Outcome",
+    "check",
+    "check_column_sum",
+    "column_sum_outcome",
+    "known_outcome",
+    "outcome",
+]
 
 Array = npt.NDArray[Any]
 # (contract, a [M, K], b [K, N], float32 initial [M, N] or None) -> out [M, N], float32 with an initial, else as a.
 Product = Callable[[Contract, Array, Array, Array | None], Array]
+# (dc [M, N], float32 initial [N] or None) -> out [N], float32 with an initial, else as dc.
+ColumnSum = Callable[[Array, Array | None], Array]
+
+# The name under which the bias gradient is kept: no product's contract.
+COLUMN_SUM = "column_sum"
 
 # Compute capabilities on which every contract offered there was compared with the replay before release.
 SEEN = ((9, 0),)
@@ -81,29 +95,54 @@ def check(contract: Contract, operand: DType, product: Product) -> Outcome:
     return Outcome(elements, differing, example)
 
 
-_outcomes: dict[tuple[CudaDevice, Contract, DType], Outcome] = {}
+def check_column_sum(operand: DType, column_sum: ColumnSum) -> Outcome:
+    """Compare `column_sum` with the replay on every kind of operands, from +0 and from a starting accumulator."""
+    elements = differing = 0
+    example = ""
+    for number, kind in enumerate(operands.KINDS):
+        for m in _DEPTHS:
+            dc = operands.generate(kind, operand, (m, _N), number)
+            for initial in (None, operands.generate(kind, F32, (_N,), number)):
+                with default_float_environment():
+                    expected = numpy_replay.column_sum(dc, initial=initial)
+                got = column_sum(dc, initial)
+                bits = np.dtype(f"u{expected.dtype.itemsize}")
+                wrong = np.flatnonzero(expected.view(bits) != got.view(bits))
+                elements += expected.size
+                differing += len(wrong)
+                if len(wrong) and not example:
+                    start = "an accumulator" if initial is not None else "zero"
+                    example = (
+                        f"{kind} operands, m={m}, from {start}, column {wrong[0]}: {got.view(bits)[wrong[0]]:#x}, not "
+                        f"{expected.view(bits)[wrong[0]]:#x}"
+                    )
+    return Outcome(elements, differing, example)
+
+
+_outcomes: dict[tuple[CudaDevice, str, DType], Outcome] = {}
 _lock = threading.Lock()
 
 
-def _key(device: CudaDevice, contract: Contract, operand: DType, source: str) -> str:
+def _key(device: CudaDevice, name: str, operand: DType, source: str) -> str:
     parts = (
-        device.name, device.uuid, device.driver, contract.name, operand.name, source_digest((source,)),
+        device.name, device.uuid, device.driver, name, operand.name, source_digest((source,)),
         str(operands.VERSION), str(_VERSION),
     )  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def known_outcome(device: CudaDevice, contract: Contract, operand: DType, source: str) -> Outcome | None:
+def known_outcome(device: CudaDevice, contract: Contract | str, operand: DType, source: str) -> Outcome | None:
     """The outcome found earlier, in this process or another, or None where the check has not run yet."""
-    found = _outcomes.get((device, contract, operand))
+    name = str(contract)
+    found = _outcomes.get((device, name, operand))
     if found is None:
         try:
-            text = (kernel_folder() / f"selfcheck-{_key(device, contract, operand, source)}.json").read_text()
+            text = (kernel_folder() / f"selfcheck-{_key(device, name, operand, source)}.json").read_text()
             fields = json.loads(text)
             found = Outcome(int(fields["elements"]), int(fields["differing"]), str(fields["example"]))
         except (OSError, ValueError, KeyError, TypeError, DetkernError):
             return None
-        _outcomes[device, contract, operand] = found
+        _outcomes[device, name, operand] = found
     return found
 
 
@@ -112,12 +151,21 @@ def outcome(device: CudaDevice, contract: Contract, operand: DType, source: str,
 
     What `product` raises comes through and is not kept.
     """
+    return _outcome(device, contract.name, operand, source, lambda: check(contract, operand, product))
+
+
+def column_sum_outcome(device: CudaDevice, operand: DType, source: str, column_sum: ColumnSum) -> Outcome:
+    """The bias gradient's outcome on a device, likewise."""
+    return _outcome(device, COLUMN_SUM, operand, source, lambda: check_column_sum(operand, column_sum))
+
+
+def _outcome(device: CudaDevice, name: str, operand: DType, source: str, run: Callable[[], Outcome]) -> Outcome:
     with _lock:
-        found = known_outcome(device, contract, operand, source)
+        found = known_outcome(device, name, operand, source)
         if found is None:
-            found = check(contract, operand, product)
-            path = kernel_folder() / f"selfcheck-{_key(device, contract, operand, source)}.json"
-            about = {"device": device.name, "driver": device.driver, "contract": contract.name, "operand": operand.name}
+            found = run()
+            path = kernel_folder() / f"selfcheck-{_key(device, name, operand, source)}.json"
+            about = {"device": device.name, "driver": device.driver, "contract": name, "operand": operand.name}
             keep(path, json.dumps(about | asdict(found), indent=2).encode())
-            _outcomes[device, contract, operand] = found
+            _outcomes[device, name, operand] = found
     return found

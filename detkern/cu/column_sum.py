@@ -1,0 +1,265 @@
+"""The bias gradient on CUDA: which build of column_sum.cu adds a problem's rows, its argument block, and the launch.
+
+None of the choices here can change a bit: no column's rows are ever split.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ..backend import Execution, Kernel
+from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
+from ..errors import ArgumentError, DetkernError, DeviceError
+from ..problem import ColumnSumProblem, column_sum_problem
+from ..tensors import Device, TensorView
+from . import selfcheck
+from .device import CudaDevice, current, describe
+from .geometry import Load
+from .loader import KernelBuild, load_function
+
+__all__ = [
+    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "build_for", "builds", "choose", "kernel", "launch",
+    "load_path", "pack_params", "refusal", "sum_on", "tiles_for",
+]  # fmt: skip
+
+SOURCE = "column_sum.cu"
+OPERANDS = (F32, F16, BF16)
+MAX_SUM_RANK = 62
+_GRID_LIMIT = 2**31 - 1  # blocks along x
+
+# ColumnSumParams of column_sum.cu: two pointers, then sizes, strides, codes and the batch.
+_POINTERS = struct.Struct("<2Q")
+_FIELDS = struct.Struct(f"<6q4i{2 * MAX_SUM_RANK}q")
+
+_PLANS = 1024  # kept at most
+
+
+@dataclass(frozen=True, slots=True)
+class SumTile:
+    """How the kernel is built: its macros, and the columns, rows and stages that they mean."""
+
+    load: Load
+    columns: int
+    rows: int
+    stages: int
+    loaders: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: one a column, and those that copy."""
+        return self.columns + self.loaders
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """SMEM_BYTES in the head of the kernel file."""
+        if self.load == Load.K_MAJOR:
+            return self.stages * self.columns * (self.rows * itemsize + 16)
+        line = self.columns * itemsize + (4 if self.load == Load.STRIDED else 0)
+        return 16 * self.rows + self.stages * self.rows * line
+
+    def __str__(self) -> str:
+        return f"{self.columns} columns x {self.rows} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class SumLaunch:
+    """A build of the kernel and the CTAs in a row that it is launched with."""
+
+    tile: SumTile
+    build: KernelBuild
+    grid: int
+
+
+def tiles_for(load: Load, operand: DType) -> tuple[SumTile, ...]:
+    """The tiles of a load path, fewest columns first. Stages of vector loads hold 8 KiB, and seven of them are on their
+    way while one is added: that much must be in flight to draw an SM's share of the memory's bandwidth."""
+    if load == Load.STRIDED:
+        return (SumTile(load, 32, 256, 2, 256),)
+    narrow = SumTile(load, 32, 256 // operand.itemsize, 8, 128)
+    return (narrow,) if load == Load.K_MAJOR else (narrow, SumTile(load, 64, 128 // operand.itemsize, 8, 128))
+
+
+def build_for(tile: SumTile, operand: DType) -> KernelBuild:
+    """What is compiled for a tile and an operand type."""
+    shared = tile.shared_bytes(operand.itemsize)
+    macros = (
+        ("OPERAND", operand.code),
+        ("LOAD", int(tile.load)),
+        ("TILE_N", tile.columns),
+        ("ROWS", tile.rows),
+        ("STAGES", tile.stages),
+        ("LOADERS", tile.loaders),
+        ("THREADS", tile.threads),
+        ("SMEM_BYTES", shared),
+    )
+    return KernelBuild(SOURCE, macros, shared)
+
+
+def builds() -> list[KernelBuild]:
+    """Every build that a launch may need, on any device."""
+    return [build_for(tile, operand) for operand in OPERANDS for load in Load for tile in tiles_for(load, operand)]
+
+
+def load_path(problem: ColumnSumProblem) -> Load:
+    """The fastest path that dc's strides and alignment allow. Strides along a size of 1 are 0 in a problem."""
+    dc = problem.dc
+    unit = 16 // dc.dtype.itemsize
+    if dc.alignment == 16:
+        if dc.col_stride == 1 and not any(stride % unit for stride in (dc.row_stride, *dc.batch_strides)):
+            return Load.MN_MAJOR
+        if dc.row_stride == 1 and not problem.batch and dc.col_stride % unit == 0:
+            return Load.K_MAJOR
+    return Load.STRIDED
+
+
+def choose(problem: ColumnSumProblem, multiprocessors: int, tile: SumTile | None = None) -> SumLaunch:
+    """The launch of a problem. Few columns are spread over as many multiprocessors as there are; where wider tiles fill
+    them twice over, their longer runs of adjacent memory are read instead. tile: another one, for tests."""
+    if tile is None:
+        *narrower, tile = tiles_for(load_path(problem), problem.dc.dtype)
+        if narrower and problem.n < 2 * multiprocessors * tile.columns:
+            tile = narrower[0]
+    grid = max(1, min(-(-problem.n // tile.columns), _GRID_LIMIT))
+    return SumLaunch(tile, build_for(tile, problem.dc.dtype), grid)
+
+
+def pack_params(problem: ColumnSumProblem) -> bytes:
+    """ColumnSumParams after its pointers."""
+    rows = problem.m
+    for size in problem.batch:
+        rows *= size
+    padding = (0,) * (MAX_SUM_RANK - len(problem.batch))
+    return _FIELDS.pack(
+        rows, problem.m, problem.n,
+        problem.dc.row_stride, problem.dc.col_stride, problem.out.stride,
+        problem.out.dtype.code, int(problem.accumulate), len(problem.batch), 0,
+        *problem.batch, *padding,
+        *problem.dc.batch_strides, *padding,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything about a launch but its pointers and its stream."""
+
+    function: int  # CUfunction
+    launch: SumLaunch
+    params: bytes
+
+
+_plans: dict[ColumnSumProblem, _Plan] = {}
+_lock = threading.Lock()
+
+
+def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) -> _Plan:
+    """A new plan. The kernel is compiled and loaded here, on the device, which must be current."""
+    device = describe(problem.device.index)
+    if chosen is None:
+        chosen = choose(problem, device.multiprocessors)
+    function = load_function(device.index, device.capability, chosen.build, stream)
+    return _Plan(function.ptr, chosen, pack_params(problem))
+
+
+def _plan(problem: ColumnSumProblem, stream: int) -> _Plan:
+    plan = _plans.get(problem)
+    if plan is None:
+        plan = _plan_for(problem, stream, None)
+        with _lock:
+            while len(_plans) >= _PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[problem] = plan
+    return plan
+
+
+def launch(
+    problem: ColumnSumProblem,
+    dc: TensorView,
+    out: TensorView,
+    execution: Execution,
+    chosen: SumLaunch | None = None,
+) -> None:
+    """Enqueue the sums on the execution's stream. Nothing waits for the device, nothing is read back, no memory is taken:
+    once the kernel has been loaded, the call can be captured into a graph.
+
+    Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
+    """
+    if problem.n == 0:
+        return
+    from cupy.cuda import driver, runtime
+
+    index, stream = problem.device.index, execution.stream
+    try:
+        with current(index):
+            plan = _plan(problem, stream) if chosen is None else _plan_for(problem, stream, chosen)
+            # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and
+            # the driver copies the block before it returns.
+            block = ctypes.c_char_p(_POINTERS.pack(dc.pointer, out.pointer) + plan.params)
+            driver.launchKernel(
+                plan.function, plan.launch.grid, 1, 1, plan.launch.tile.threads, 1, 1, plan.launch.build.shared_bytes,
+                stream, ctypes.addressof(block), 0,
+            )  # fmt: skip
+    except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
+        raise DeviceError(
+            f"cuda:{index} reported {error} at the bias gradient of m={problem.m}, n={problem.n}"
+        ) from error
+
+
+def kernel(problem: ColumnSumProblem, device: CudaDevice) -> Kernel:
+    """What `launch` would start."""
+    chosen = choose(problem, device.multiprocessors)
+    return Kernel(
+        name=f"column_sum ({SOURCE})",
+        tile=f"{chosen.tile}, {chosen.tile.stages} stages, dc {chosen.tile.load.label}",
+        geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads, {chosen.build.shared_bytes} bytes shared",
+    )
+
+
+def refusal(device: CudaDevice, operand: DType) -> str | None:
+    """Why the device does not offer the sum of that type, or None. Binary32 addition is the same on all of them, but a
+    device on which it has not been compared with the replay is checked all the same, once."""
+    if operand not in OPERANDS:
+        return f"column_sum takes {', '.join(dtype.short for dtype in OPERANDS)}, not {operand.short}"
+    if device.capability in selfcheck.SEEN:
+        return None
+    try:
+        found = selfcheck.column_sum_outcome(device, operand, SOURCE, functools.partial(sum_on, device))
+    except DetkernError as error:  # not an answer yet: the next call tries again
+        return f"the self-check of column_sum on {device} did not finish: {error}"
+    return f"column_sum for {operand.short} on {device} {found}" if found.differing else None
+
+
+def sum_on(device: CudaDevice, dc: Any, initial: Any = None) -> Any:
+    """The sum of a NumPy array dc [M, N] on a device, as a NumPy array: what the self-check compares.
+
+    initial: float32 [N], where the chains start; the result is float32 then, else of dc's type.
+    """
+    import cupy
+    import numpy as np
+
+    operand = from_numpy(dc.dtype)
+    out_dtype = operand if initial is None else F32
+    if operand is None or out_dtype is None:
+        raise ArgumentError(f"dc of {dc.dtype} has no kernel")
+    where = Device("cuda", device.index)
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
+
+        def view(array: Any, dtype: DType) -> TensorView:
+            strides = tuple(stride // dtype.itemsize for stride in array.strides)
+            return TensorView(array.data.ptr, array.shape, strides, dtype, where, array=array)
+
+        def allocate(size: int) -> TensorView:
+            return view(cupy.empty(size, np.uint8), E4M3)
+
+        source = view(cupy.asarray(np.ascontiguousarray(dc).view(operand.bits)), operand)
+        if initial is None:
+            out = cupy.empty(dc.shape[1:], out_dtype.bits)
+        else:
+            out = cupy.asarray(np.ascontiguousarray(initial).view(F32.bits))
+        target = view(out, out_dtype)
+        problem = column_sum_problem(source, target, initial is not None)
+        launch(problem, source, target, Execution(where, stream.ptr, allocate))
+        return cupy.asnumpy(out, stream=stream).view(out_dtype.numpy)

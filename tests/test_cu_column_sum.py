@@ -1,0 +1,256 @@
+"""The bias gradient's CUDA side without a device: the argument block against the kernel file, the choice of a build, the
+launch on a driver that only takes notes, and what is offered where."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+import detkern.cu
+from detkern import config, operands
+from detkern.abi import mirror
+from detkern.backend import Execution
+from detkern.cpu import numpy_replay
+from detkern.cu import column_sum, selfcheck
+from detkern.cu.backend import CudaBackend
+from detkern.cu.device import CudaDevice
+from detkern.cu.geometry import Load
+from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.errors import DeviceError
+from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.tensors import Device, TensorView, contiguous_strides
+
+KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
+DEVICE = Device("cuda", 1)
+_TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
+
+
+def _view(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None = None, dtype: DType = BF16, pointer: int = 4096
+) -> TensorView:
+    return TensorView(pointer, shape, contiguous_strides(shape) if strides is None else strides, dtype, DEVICE)
+
+
+def _problem(dc: TensorView, out_dtype: DType = F32, step: int = 1, accumulate: bool = False) -> ColumnSumProblem:
+    return column_sum_problem(dc, _view(dc.shape[-1:], (step,), out_dtype), accumulate)
+
+
+def _fields() -> dict[str, tuple[int, str]]:
+    """name -> (offset, struct format) of ColumnSumParams, from the kernel file, laid out as C does."""
+    text = re.sub(r"//.*", "", KERNEL.read_text())
+    rank = int(re.search(r"MAX_SUM_RANK = (\d+);", text)[1])
+    assert rank == column_sum.MAX_SUM_RANK == mirror.MAX_SUM_RANK
+    body = re.search(r"struct ColumnSumParams \{(.*?)\};", text, re.DOTALL)[1]
+    fields, offset = {}, 0
+    for kind, names in re.findall(r"(?:const\s+)?(void\*|int64_t|int32_t)\s+([^;]+);", body):
+        code, size = _TYPES[kind]
+        for name in names.split(","):
+            stem = re.fullmatch(r"\s*(\w+)(?:\[MAX_SUM_RANK\])?\s*", name)[1]
+            count = rank if "[" in name else 1
+            assert offset % size == 0, "the struct must need no padding"
+            fields[stem] = (offset, f"<{count}{code}")
+            offset += count * size
+    fields["size"] = (offset, "")
+    return fields
+
+
+def test_every_field_is_where_the_kernel_says() -> None:
+    fields = _fields()
+    dc = _view((3, 5, 7, 9), (1100, 200, 13, 2))
+    block = struct.pack("<2Q", 1, 2) + column_sum.pack_params(_problem(dc, F32, -3, True))
+    assert fields.pop("size")[0] == len(block)
+    found = {name: struct.unpack_from(form, block, offset) for name, (offset, form) in fields.items()}
+    rest = (0,) * (column_sum.MAX_SUM_RANK - 2)
+    assert found == {
+        "dc": (1,), "out": (2,), "rows": (105,), "m": (7,), "n": (9,), "row_stride": (13,), "col_stride": (2,),
+        "out_stride": (-3,), "out_dtype": (1,), "accumulate": (1,), "batch_rank": (2,), "unused": (0,),
+        "batch_shape": (3, 5, *rest), "batch_strides": (1100, 200, *rest),
+    }  # fmt: skip
+
+
+def test_the_deepest_batch_fits() -> None:
+    """Rows that can be counted in 63 bits have no more dimensions than the argument block."""
+    shape = (2,) * 62 + (3,)
+    strides = (3, 7) * 31 + (1,)
+    problem = _problem(_view(shape, strides))
+    assert len(problem.batch) == 61
+    assert struct.unpack_from("<q", column_sum.pack_params(problem)) == (2**62,)
+
+
+@pytest.mark.parametrize(
+    ("dc", "load"),
+    [
+        (_view((64, 40)), Load.MN_MAJOR),
+        (_view((64, 40), (48, 1)), Load.MN_MAJOR),
+        (_view((64, 40), (-40, 1)), Load.MN_MAJOR),
+        (_view((64, 40), (0, 1)), Load.MN_MAJOR),
+        (_view((4, 64, 40), (8000, 40, 1)), Load.MN_MAJOR),
+        (_view((40,)), Load.MN_MAJOR),
+        (_view((64, 40), (44, 1)), Load.STRIDED),
+        (_view((64, 40), (44, 1), F32), Load.MN_MAJOR),
+        (_view((64, 40), pointer=4104), Load.STRIDED),
+        (_view((4, 64, 40), (8004, 40, 1)), Load.STRIDED),
+        (_view((64, 40), (80, 2)), Load.STRIDED),
+        (_view((64, 40), (40, -1)), Load.STRIDED),
+        (_view((64, 40), (0, 0)), Load.STRIDED),
+        (_view((64, 40), (1, 64)), Load.K_MAJOR),
+        (_view((64, 1)), Load.K_MAJOR),
+        (_view((64, 40), (1, 66)), Load.STRIDED),
+        (_view((4, 64, 40), (5000, 1, 64)), Load.STRIDED),
+    ],
+)
+def test_load_paths(dc: TensorView, load: Load) -> None:
+    assert column_sum.load_path(_problem(dc)) == load
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_every_choice_is_compiled_ahead_and_covers_the_columns(dtype: DType) -> None:
+    known = set(column_sum.builds())
+    assert len(known) == len(column_sum.builds()) == 12
+    for n in (1, 31, 32, 33, 4096, 8448, 16896, 16897, 128256, 2**40):
+        for strides in ((n, 1), (n + 8, 1), (1, 64), (2 * n, 2)):
+            problem = _problem(_view((64, n), strides, dtype))
+            chosen = column_sum.choose(problem, 132)
+            assert chosen.build in known
+            assert chosen.grid == min(-(-n // chosen.tile.columns), 2**31 - 1)
+            assert dict(chosen.build.macros)["LOAD"] == column_sum.load_path(problem)
+    narrow, wide = (column_sum.choose(_problem(_view((64, n), None, dtype)), 132) for n in (4096, 128256))
+    assert (narrow.tile.columns, narrow.grid) == (32, 128)
+    assert wide.tile.columns == 64
+
+
+def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Puts a driver in place that writes down what it is asked to launch."""
+    from cupy.cuda import driver, runtime
+
+    calls: list[tuple[Any, ...]] = []
+
+    def launch(function: int, *geometry: Any) -> None:
+        *sizes, stream, parameters, _ = geometry
+        block = ctypes.cast(ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0], ctypes.POINTER(ctypes.c_char))
+        calls.append((function, tuple(sizes), stream, block[: _fields()["size"][0]]))
+
+    class Function:
+        ptr = 77
+
+    device = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
+    monkeypatch.setattr(driver, "launchKernel", launch)
+    monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 1)
+    monkeypatch.setattr(runtime, "getDevice", lambda: 1)
+    monkeypatch.setattr(column_sum, "describe", lambda index: device)
+    monkeypatch.setattr(column_sum, "load_function", lambda *_: Function)
+    monkeypatch.setattr(column_sum, "_plans", {})
+    return calls
+
+
+def _execution() -> Execution:
+    def allocate(size: int) -> TensorView:
+        raise AssertionError("no scratch is needed")
+
+    return Execution(DEVICE, 9, allocate)
+
+
+def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _launches(monkeypatch)
+    dc, out = _view((64, 104)), _view((104,), None, F32, 512)
+    problem = column_sum_problem(dc, out, False)
+    for _ in range(2):
+        column_sum.launch(problem, dc, out, _execution())
+    chosen = column_sum.choose(problem, 132)
+    sizes = (4, 1, 1, 160, 1, 1, chosen.build.shared_bytes)
+    block = struct.pack("<2Q", 4096, 512) + column_sum.pack_params(problem)
+    assert calls == [(77, sizes, 9, block)] * 2
+    assert len(column_sum._plans) == 1
+
+
+def test_no_columns_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _launches(monkeypatch)
+    dc, out = _view((64, 0)), _view((0,), None, F32)
+    column_sum.launch(column_sum_problem(dc, out, False), dc, out, _execution())
+    assert calls == []
+
+
+def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import driver
+
+    _launches(monkeypatch)
+
+    class Fault(Exception):
+        pass
+
+    def fails(*_: Any) -> None:
+        raise Fault("an illegal address")
+
+    monkeypatch.setattr(driver, "CUDADriverError", Fault)
+    monkeypatch.setattr(driver, "launchKernel", fails)
+    dc, out = _view((64, 104)), _view((104,), None, F32)
+    with pytest.raises(DeviceError, match=r"cuda:1 reported an illegal address at the bias gradient of m=64, n=104"):
+        column_sum.launch(column_sum_problem(dc, out, False), dc, out, _execution())
+
+
+def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern.cu import backend
+
+    monkeypatch.setattr(backend, "describe", lambda _: CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0"))
+    made = CudaBackend()
+    problem = _problem(_view((64, 104)))
+    assert made.refuses(problem) is None
+    kernel = made.kernel(problem)
+    assert (kernel.name, kernel.tile) == (
+        "column_sum (column_sum.cu)",
+        "32 columns x 128 rows, 8 stages, dc mn-major",
+    )
+    assert kernel.geometry == "grid 4, 160 threads, 67584 bytes shared"
+
+
+def test_a_device_not_seen_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = CudaDevice(1, "Made-up GPU", "uuid", (8, 6), 80, "1.0")
+    runs: list[tuple[int, ...]] = []
+    wrong_rows = 0
+
+    def sum_on(_: CudaDevice, dc: Any, initial: Any = None) -> Any:
+        runs.append(dc.shape)
+        result = numpy_replay.column_sum(dc, initial=initial)
+        if dc.shape[0] == wrong_rows:
+            result.view(f"u{result.itemsize}")[3] ^= 1
+        return result
+
+    monkeypatch.setattr(config, "cache_dir", tmp_path)
+    monkeypatch.setattr(column_sum, "sum_on", sum_on)
+    monkeypatch.setattr(selfcheck, "_outcomes", {})
+    assert column_sum.refusal(device, BF16) is None
+    assert len(runs) == 2 * len(operands.KINDS) * len({shape[0] for shape in runs})
+    count = len(runs)
+    selfcheck._outcomes.clear()  # as another process would begin
+    assert column_sum.refusal(device, BF16) is None
+    assert len(runs) == count
+    wrong_rows = 33
+    reason = column_sum.refusal(device, F16)
+    assert reason is not None
+    assert "column_sum for f16 on cuda:1 (Made-up GPU) differs from the CPU replay" in reason
+    assert "normal operands, m=33, from zero, column 3" in reason
+    assert "takes f32, f16, bf16, not e4m3" in (column_sum.refusal(device, E4M3) or "")
+
+    def broken(*_: Any) -> Any:
+        raise DeviceError("out of memory")
+
+    monkeypatch.setattr(column_sum, "sum_on", broken)
+    assert "did not finish: out of memory" in (column_sum.refusal(device, F32) or "")
+
+
+def test_the_check_sees_a_sum_that_forgets_out() -> None:
+    outcome = selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, out_dtype=F32))
+    assert outcome.differing
+    assert "an accumulator" in outcome.example
+    assert (
+        selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, initial=initial)).example == ""
+    )
+    assert np.isfinite(outcome.elements)
