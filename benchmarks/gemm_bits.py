@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import peers, records, shapes
+from .forced import contract_of, forced_call, tiles_of
 from .gemm import key, merged, sources
 from .operands import POISON, Operands
 from .shapes import Product
@@ -26,47 +27,15 @@ OTHER_POISON = -2  # another NaN that is not written
 
 def run_general(product: Product, a: Any, b: Any, out: Any) -> str:
     """The product by the general kernel, on PyTorch's current stream; returns its tile. a, b: as `Product` has them."""
-    import torch
+    from detkern.cu import geometry
 
-    from detkern.backend import Execution
-    from detkern.contracts import get_contract
-    from detkern.cu import geometry, launch
-    from detkern.cu.device import describe
-    from detkern.dtypes import by_name
-    from detkern.problem import gemm_problem
-    from detkern.tensors import Device, TensorView
-
-    device = Device("cuda", 0)
-    facts = describe(0)
-    contract, dtype, byte = get_contract(product.contract), by_name(product.dtype), by_name("e4m3")
-    assert dtype is not None
-    assert byte is not None
-
-    def view(tensor: Any, transpose: bool) -> TensorView:
-        if transpose:
-            tensor = tensor.t()
-        return TensorView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, array=tensor)
-
-    def allocate(size: int) -> TensorView:
-        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
-        return TensorView(memory.data_ptr(), (size,), (1,), byte, device, array=memory)
-
-    views = view(a, product.trans_a), view(b, product.trans_b), view(out, False)
-    problem = gemm_problem(contract, *views, None, False)
-    loads = geometry.load_paths(problem)
-    general = geometry.source_of(contract).removesuffix(".cu")
+    general = geometry.source_of(contract_of(product)).removesuffix(".cu")
     tile = max(
-        (
-            tile
-            for tile in geometry.tiles_for(contract, dtype)
-            if tile.table == general and geometry.fits(tile, facts.capability) and loads in tile.loads
-        ),
+        (tile for tile in tiles_of(product, a, b, out) if tile.table == general),
         key=lambda tile: tile["TILE_M"] * tile["TILE_N"],
     )
-    chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
-    stream = torch.cuda.current_stream().cuda_stream
-    launch.launch(problem, *views, None, Execution(device, stream, allocate), chosen)
-    return f"{chosen.build.source} {tile}"
+    forced_call(product, tile, a, b, out)()
+    return f"{general}.cu {tile}"
 
 
 def compare(

@@ -138,8 +138,7 @@ class _Config(ModuleType):
             value = _parse_switch(value)
         elif not name.startswith("_"):
             raise ArgumentError(
-                f"detkern.config has no setting {name!r}; it has contract, num_threads, cache_dir and "
-                "dependent_launch"
+                f"detkern.config has no setting {name!r}; it has contract, num_threads, cache_dir and dependent_launch"
             )
         _refused.pop(name, None)
         super().__setattr__(name, value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
 from .tensor_map import MapShape, map_shapes, output_map_shape
+from .tuned import labels
 
 __all__ = [
     "Launch",
@@ -29,10 +31,12 @@ __all__ = [
     "Maps",
     "Tile",
     "build_for",
+    "candidates",
     "choose",
     "fits",
     "launch_for",
     "load_paths",
+    "predicted_us",
     "shared_limit",
     "source_of",
     "takes",
@@ -47,6 +51,7 @@ _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
 _GRID_LIMIT = 2**31 - 1  # blocks along x
+_BYTES_PER_US = 4.3e6  # from an H200's memory
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before it.
@@ -119,8 +124,14 @@ class Tile:
         size = f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
         if not self.by_tma:
             return size
-        box = dict(self.macros).get("BOX_M", self["TILE_M"])
-        return f"{size}x{self['STAGES']}" + (f" ({box} rows)" if box != self["TILE_M"] else "")
+        macros = dict(self.macros)
+        box = macros.get("BOX_M", self["TILE_M"])
+        words = [f"{size}x{self['STAGES']}"]
+        words += [f"{box} rows"] if box != self["TILE_M"] else []
+        words += ["in turn"] if macros.get("IN_TURN") else []
+        words += [f"cluster {self.cluster}"] if self.cluster > 1 else []
+        words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +316,8 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
+    if dict(tile.macros).get("OUT_TMA") and output_map_shape(problem) is None:
+        return False
     return not tile.by_tma or (
         _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
     )
@@ -333,26 +346,45 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     )
 
 
-def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
-    """The launch that the tables predict to be fastest: full waves of CTAs, then what is left on the multiprocessors."""
-
-    def predicted(tile: Tile) -> float:
-        at_once = tile["CTAS_PER_SM"]
-        waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
-        if left == 0:
-            return waves * tile.wave_us
+def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
+    """A time to compare tiles by, from the tables: full waves of CTAs, then what is left on the multiprocessors; no less
+    than the operands take from memory."""
+    at_once = tile["CTAS_PER_SM"]
+    waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
+    time = waves * tile.wave_us
+    if left:
         on_one = -(-left // multiprocessors)
         more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
-        return waves * tile.wave_us + tile.alone_us + more
+        time += tile.alone_us + more
+    time *= problem.k / 4096
+    batch = math.prod(problem.batch)
+    elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
+    from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US
+    # Of tiles that all wait for memory, the one that leaves most room is taken.
+    return max(time, from_memory) + 0.05 * time
 
-    loads = load_paths(problem)
-    candidates = [
+
+def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[Load, Load]) -> list[Tile]:
+    """The tiles whose kernels can compute the problem on a device of that capability."""
+    return [
         tile
         for tile in tiles_for(problem.contract, problem.a.dtype)
         if fits(tile, capability) and takes(problem, tile, loads)
     ]
-    if not candidates:
+
+
+def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
+    """The launch that was measured to be fastest, or that the tables predict to be."""
+    loads = load_paths(problem)
+    tiles = candidates(problem, capability, loads)
+    if not tiles:
         raise DeviceError(
             f"no tile of {problem.contract} fits the shared memory of compute capability {capability[0]}.{capability[1]}"
         )
-    return launch_for(problem, min(candidates, key=predicted), multiprocessors)
+    if not problem.batch:
+        names = "".join(load.name[0] for load in loads)
+        known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, multiprocessors)
+        tiles = [tile for tile in tiles if str(tile) in known] or tiles
+    return launch_for(
+        problem, min(tiles, key=lambda tile: predicted_us(problem, tile, multiprocessors)), multiprocessors
+    )

@@ -24,7 +24,7 @@ from .extended_launch import ExtendedLaunch, LaunchFailure
 from .geometry import Launch, choose
 from .loader import load_function
 
-__all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Plan", "launch", "pack_params", "plan_for", "product"]
+__all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Plan", "enqueue", "launch", "pack_params", "plan_for", "product"]
 
 MAX_BATCH_RANK = 8
 
@@ -101,7 +101,13 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
         # end would double the time.
         chosen = replace(chosen, grid=min(chosen.grid, chosen.tile.cluster * extended.clusters_at_once()))
         extended = ExtendedLaunch(kernel.ptr, chosen)
-    return Plan(kernel.ptr, chosen, pack_params(problem, chosen.maps is not None and chosen.maps.out is not None), offsets, extended)
+    return Plan(
+        kernel.ptr,
+        chosen,
+        pack_params(problem, chosen.maps is not None and chosen.maps.out is not None),
+        offsets,
+        extended,
+    )
 
 
 def _plan(problem: GemmProblem, stream: int) -> Plan:
@@ -113,6 +119,35 @@ def _plan(problem: GemmProblem, stream: int) -> Plan:
                 del _plans[next(iter(_plans))]
             _plans[problem] = plan
     return plan
+
+
+def enqueue(
+    plan: Plan, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, execution: Execution
+) -> None:
+    """Launch a plan on the execution's stream, on the device that is current."""
+    stream = execution.stream
+    geometry = plan.launch
+    scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
+    if scratch is not None and isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
+        _captured.append(scratch.array)
+    for a_offset, b_offset, out_offset in plan.offsets:
+        pointers = _POINTERS.pack(
+            a.pointer + a_offset,
+            b.pointer + b_offset,
+            out.pointer + out_offset,
+            0 if bias is None else bias.pointer,
+            0 if scratch is None else scratch.pointer,
+        )
+        if plan.extended is not None:
+            plan.extended(pointers + plan.params, a.pointer, b.pointer, out.pointer, stream)
+            continue
+        # A char* to the block: the address of that pointer is the array of one parameter that the driver wants,
+        # and the driver copies the block before it returns.
+        block = ctypes.c_char_p(pointers + plan.params)
+        driver.launchKernel(
+            plan.function, geometry.grid, 1, 1, geometry.threads, 1, 1, geometry.build.shared_bytes,
+            stream, ctypes.addressof(block), 0,
+        )  # fmt: skip
 
 
 def launch(
@@ -138,28 +173,7 @@ def launch(
             runtime.setDevice(index)
         try:
             plan = _plan(problem, stream) if chosen is None else plan_for(problem, describe(index), stream, chosen)
-            geometry = plan.launch
-            scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
-            if scratch is not None and isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
-                _captured.append(scratch.array)
-            for a_offset, b_offset, out_offset in plan.offsets:
-                pointers = _POINTERS.pack(
-                    a.pointer + a_offset,
-                    b.pointer + b_offset,
-                    out.pointer + out_offset,
-                    0 if bias is None else bias.pointer,
-                    0 if scratch is None else scratch.pointer,
-                )
-                if plan.extended is not None:
-                    plan.extended(pointers + plan.params, a.pointer, b.pointer, out.pointer, stream)
-                    continue
-                # A char* to the block: the address of that pointer is the array of one parameter that the driver wants,
-                # and the driver copies the block before it returns.
-                block = ctypes.c_char_p(pointers + plan.params)
-                driver.launchKernel(
-                    plan.function, geometry.grid, 1, 1, geometry.threads, 1, 1, geometry.build.shared_bytes,
-                    stream, ctypes.addressof(block), 0,
-                )  # fmt: skip
+            enqueue(plan, a, b, out, bias, execution)
         finally:
             if before != index:
                 runtime.setDevice(before)

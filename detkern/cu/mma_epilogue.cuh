@@ -35,25 +35,10 @@ class OutputSlab {
   DETKERN_INLINE void load(float (&fragments)[ROWS / 16][COLUMNS / 8][4]) const {
 #pragma unroll 1
     for (int block = 0; block < ROWS / 16; ++block) {
-      const int64_t first = row_ + 16 * block;
-#pragma unroll 4
-      for (int i = lane_; i < 16 * COLUMNS; i += 32) {
-        const int row = rows_contiguous_ ? i / COLUMNS : i % 16, column = rows_contiguous_ ? i % COLUMNS : i / 16;
-        slab_[row * PITCH + column] = epilogue_.initial(first + row, column_ + column);
-      }
-      __syncwarp();
+      fetch(block);
 #pragma unroll
       for (int b = 0; b < ROWS / 16; ++b) {
-        if (b != block) continue;
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 8; ++j) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float2 two = *pair(j, half);
-            fragments[b][j][2 * half] = two.x;
-            fragments[b][j][2 * half + 1] = two.y;
-          }
-        }
+        if (b == block) take(fragments[b]);
       }
       __syncwarp();
     }
@@ -67,21 +52,59 @@ class OutputSlab {
     for (int block = 0; block < ROWS / 16; ++block) {
 #pragma unroll
       for (int b = 0; b < ROWS / 16; ++b) {
-        if (b != block) continue;
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 8; ++j) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) *pair(j, half) = value(b, j, half);
-        }
+        if (b == block) put([&](int j, int half) { return value(b, j, half); });
       }
-      __syncwarp();
-      if (rows_contiguous_) {
-        write_by_rows<ADD_OUT>(row_ + 16 * block);
-      } else {
-        write_by_columns<ADD_OUT>(row_ + 16 * block);
-      }
-      __syncwarp();
+      write<ADD_OUT>(block);
     }
+  }
+
+  // The steps of these, for kernels whose warps hold more columns than a slab does: `move` goes to others.
+  DETKERN_INLINE void move(int columns) { column_ += columns; }
+
+  // Fills the slab with what the chains of 16 rows start from.
+  DETKERN_INLINE void fetch(int block) const {
+    const int64_t first = row_ + 16 * block;
+#pragma unroll 4
+    for (int i = lane_; i < 16 * COLUMNS; i += 32) {
+      const int row = rows_contiguous_ ? i / COLUMNS : i % 16, column = rows_contiguous_ ? i % COLUMNS : i / 16;
+      slab_[row * PITCH + column] = epilogue_.initial(first + row, column_ + column);
+    }
+    __syncwarp();
+  }
+
+  // From the slab; then comes a __syncwarp().
+  DETKERN_INLINE void take(float (&fragments)[COLUMNS / 8][4]) const {
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 two = *pair(j, half);
+        fragments[j][2 * half] = two.x;
+        fragments[j][2 * half + 1] = two.y;
+      }
+    }
+  }
+
+  // Puts value(j, half) into the slab.
+  template <typename Value>
+  DETKERN_INLINE void put(Value value) const {
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) *pair(j, half) = value(j, half);
+    }
+  }
+
+  // Finishes and writes what the slab holds, 16 rows.
+  template <bool ADD_OUT>
+  DETKERN_INLINE void write(int block) const {
+    __syncwarp();
+    if (rows_contiguous_) {
+      write_by_rows<ADD_OUT>(row_ + 16 * block);
+    } else {
+      write_by_columns<ADD_OUT>(row_ + 16 * block);
+    }
+    __syncwarp();
   }
 
  private:

@@ -14,7 +14,7 @@
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, GROUP_M (64, 128), IN_TURN (0; 1 where
 // TILE_M is GROUP_M), BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR), TILE_N (a width of wgmma_instruction.cuh; of
 // 64 where B is MN_MAJOR), TILE_K (of 64), STAGES, OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is a
-// multiple of 64), BAND (tile rows), PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier grid ends), CTAS_PER_SM,
+// multiple of 64), OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others), BAND (tile rows), PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier grid ends), CTAS_PER_SM,
 // CLUSTER_N (1, 2), WARPS_M, WARPS_N (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
@@ -28,7 +28,7 @@ constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 // A warp group of producers gives the consumers registers; one warp, where these need none, has not got any to give.
 constexpr bool SHIFTS_REGISTERS = THREADS == (CONSUMERS + 1) * GROUP;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / CTAS_PER_SM / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 40;
+constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 static_assert(SHIFTS_REGISTERS || THREADS == CONSUMERS * GROUP + 32, "one more warp than the consumers', or four");
 
@@ -64,12 +64,13 @@ constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
 static_assert(TILE_M % GROUP_M == 0 && (TILE_M == GROUP_M || !IN_TURN), "a tile is one group's where these take turns");
 static_assert(BOX_M == TILE_M || (TILE_M == 64 && LOAD_A == K_MAJOR), "part of a tile of 64 rows along k, or all");
+static_assert(!OUT_TMA || BOXED, "boxes of 64 columns");
 static_assert(!BOXED || TILE_N % (OUT_BOXES * ATOM) == 0, "all slabs are full");
 static_assert((64 - BOX_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES, "wgmma reads 64 rows of A");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
 // The accumulators of 64 rows: fragments [TILE_N / 8][4] as mma.sync lays them out.
-using Accumulators = float[PARTS][1][SLAB_N / 8][4];
+using Accumulators = float[PARTS][SLAB_N / 8][4];
 
 DETKERN_INLINE float (&registers(Accumulators& acc))[TILE_N / 2] {
   return reinterpret_cast<float(&)[TILE_N / 2]>(acc);
@@ -95,7 +96,7 @@ DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& rin
 // The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
 template <int DTYPE>
 DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
-  const float(&fragment)[4] = acc[8 * j / SLAB_N][0][j % (SLAB_N / 8)];
+  const float(&fragment)[4] = acc[8 * j / SLAB_N][j % (SLAB_N / 8)];
   return round_pair<DTYPE>(fragment[2 * half], fragment[2 * half + 1]);
 }
 
@@ -173,14 +174,18 @@ DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out,
 DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, unsigned char* slabs,
                            Accumulators& acc) {
   const uint32_t slab = shared_address(slabs) + thread_index() / 32 * SLAB_BYTES;
-  if (!p.out_by_tma) {
-#pragma unroll
+  if (!OUT_TMA && !p.out_by_tma) {
+    WarpOutput output(p, slabs, tile);
+    // Rolled, but for the accesses to the accumulators, which are registers.
+#pragma unroll 1
     for (int part = 0; part < PARTS; ++part) {
-      OutputTile columns = tile;
-      columns.column += part * SLAB_N;
-      WarpOutput(p, slabs, columns).store<false>([&](int, int j, int half) {
-        return make_float2(acc[part][0][j][2 * half], acc[part][0][j][2 * half + 1]);
-      });
+#pragma unroll
+      for (int b = 0; b < PARTS; ++b) {
+        if (b != part) continue;
+        output.put([&](int j, int half) { return make_float2(acc[b][j][2 * half], acc[b][j][2 * half + 1]); });
+      }
+      output.write<false>(0);
+      output.move(SLAB_N);
     }
     return;
   }
@@ -194,7 +199,7 @@ DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const 
         float bias[2];
         epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[part][0][j][i] = __fadd_rn(acc[part][0][j][i], bias[i % 2]);
+        for (int i = 0; i < 4; ++i) acc[part][j][i] = __fadd_rn(acc[part][j][i], bias[i % 2]);
       }
     }
   }
@@ -214,13 +219,22 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
   position.advance(turn * blocks);
   for (Walk walk(p, turn, TURNS); walk.more(); walk.step()) {
     Accumulators acc[BLOCKS_M] = {};
-    if (p.accumulate) {
+    if (!OUT_TMA && p.accumulate) {
 #pragma unroll
       for (int block = 0; block < BLOCKS_M; ++block) {
         OutputTile tile = walk.output();
         tile.row += row + 64 * block;
+        WarpOutput output(p, slabs, tile);
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+          output.fetch(0);
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part, tile.column += SLAB_N) WarpOutput(p, slabs, tile).load(acc[block][part]);
+          for (int b = 0; b < PARTS; ++b) {
+            if (b == part) output.take(acc[block][b]);
+          }
+          __syncwarp();
+          output.move(SLAB_N);
+        }
       }
     }
 #pragma unroll

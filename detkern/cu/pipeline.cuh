@@ -97,22 +97,22 @@ class TileWalk {
  public:
   // Takes the CTA's tiles number `turn`, turn + turns, turn + 2 * turns and so on.
   DETKERN_INLINE explicit TileWalk(const GemmParams& p, uint32_t turn = 0, uint32_t turns = 1)
-      : rows_((static_cast<uint32_t>(p.m) + ROWS - 1) / ROWS),
-        columns_((static_cast<uint32_t>(p.n) + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS)),
-        count_(rows_ * columns_ * (p.batch_rank == 0 ? 1 : static_cast<uint32_t>(p.batch_shape[0]))),
-        stride_(gridDim.x / CLUSTER * turns),
-        tile_(blockIdx.x / CLUSTER + gridDim.x / CLUSTER * turn) {}
+      : p_(p), turns_(turns), tile_(blockIdx.x / CLUSTER + gridDim.x / CLUSTER * turn) {}
 
-  DETKERN_INLINE bool more() const { return tile_ < count_; }
-  DETKERN_INLINE void step() { tile_ += stride_; }
+  // Sizes are computed where they are needed, since they would take registers throughout the main loop otherwise.
+  DETKERN_INLINE bool more() const {
+    return tile_ < rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
+  }
+
+  DETKERN_INLINE void step() { tile_ += gridDim.x / CLUSTER * turns_; }
 
   DETKERN_INLINE OutputTile output() const {
-    const uint32_t in_one = rows_ * columns_;
-    const uint32_t batch = count_ == in_one ? 0 : tile_ / in_one;
+    const uint32_t in_one = rows() * columns();
+    const uint32_t batch = p_.batch_rank == 0 ? 0 : tile_ / in_one;
     const uint32_t in_batch = tile_ - batch * in_one;
-    const uint32_t band = rows_ <= BAND_ROWS ? 0 : in_batch / (BAND_ROWS * columns_);
-    const uint32_t in_band = in_batch - band * (BAND_ROWS * columns_);
-    const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows_ - band * BAND_ROWS);
+    const uint32_t band = rows() <= BAND_ROWS ? 0 : in_batch / (BAND_ROWS * columns());
+    const uint32_t in_band = in_batch - band * (BAND_ROWS * columns());
+    const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows() - band * BAND_ROWS);
     const uint32_t column = height == 1 ? in_band : in_band / height;
     const uint32_t row = band * BAND_ROWS + (in_band - column * height);
     return {batch, static_cast<int64_t>(row) * ROWS,
@@ -120,7 +120,14 @@ class TileWalk {
   }
 
  private:
-  uint32_t rows_, columns_, count_, stride_, tile_;
+  DETKERN_INLINE uint32_t rows() const { return (static_cast<uint32_t>(p_.m) + ROWS - 1) / ROWS; }
+
+  DETKERN_INLINE uint32_t columns() const {
+    return (static_cast<uint32_t>(p_.n) + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
+  }
+
+  const GemmParams& p_;
+  uint32_t turns_, tile_;
 };
 
 // The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. In a cluster

@@ -68,7 +68,9 @@ class MapShape:
         return found
 
 
-def _shape(matrix: Matrix, batch: int, mn: int, mn_stride: int, k: int, k_stride: int, k_major: bool) -> MapShape | None:
+def _shape(
+    matrix: Matrix, batch: int, mn: int, mn_stride: int, k: int, k_stride: int, k_major: bool
+) -> MapShape | None:
     """The map of an operand whose lines are along k (k_major) or along m or n; None where TMA cannot describe it. The
     strides are known to be of whole 16 bytes."""
     size = matrix.dtype.itemsize
