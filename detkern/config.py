@@ -111,6 +111,8 @@ def check_environment() -> None:
 
 
 _bound: dict[DType, Contract] = {}
+# The same in one string: what caches of calls and torch.compile's guards compare.
+_stated: str = ""
 # Settings whose environment variable is wrong. Raised where they are read, not when detkern is imported, where no caller
 # could catch it and the command line could not say it in a line.
 _refused: dict[str, DetkernError] = {}
@@ -126,8 +128,9 @@ class _Config(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "contract":
-            global _bound
+            global _bound, _stated
             _bound = _parse_contract(value)
+            _stated = ",".join(f"{dtype.short}={chosen.name}" for dtype, chosen in _bound.items())
             # Later changes of the caller's have no effect, and changes in place are refused rather than ignored.
             value = MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
         elif name == "num_threads":

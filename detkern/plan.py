@@ -6,7 +6,7 @@ that a call can give before its launch are raised here or in tensors/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -28,13 +28,14 @@ from .tensors import Device, TensorView, contiguous_strides, describe
 from .tensors.overlap import self_overlapping
 from .tensors.types import FP8, OUTPUTS
 
-__all__ = ["Names", "Plan", "forget_plans", "plan_block_scaled", "plan_column_sum", "plan_gemm"]
+__all__ = ["Names", "Plan", "forget_plans", "on_forget", "plan_block_scaled", "plan_column_sum", "plan_gemm"]
 
 _P = TypeVar("_P", GemmProblem, BlockScaledProblem, ColumnSumProblem)
 
 # Plans kept at once; when there are more, all are forgotten (a loop over that many shapes gains nothing from any).
 _KEPT = 4096
 _plans: dict[object, Plan[Any]] = {}
+_derived: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class Plan(Generic[_P]):
 def forget_plans() -> None:
     """Drop every plan, after the table of backends or what a backend offers has changed."""
     _plans.clear()
+    for forget in _derived:
+        forget()
+
+
+def on_forget(forget: Callable[[], None]) -> None:
+    """Have `forget` called with the plans' own end, for whoever keeps something that was made of them."""
+    _derived.append(forget)
 
 
 def plan_gemm(

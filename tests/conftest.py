@@ -84,3 +84,10 @@ def implementation(request: pytest.FixtureRequest) -> type[NumpyImplementation |
         return NumpyImplementation
     assert backend.library() is not None
     return CppImplementation
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where PyTorch's tensors are: a test that uses it is one for the CPU and one for the GPU suite."""
+    name: str = request.param
+    return name

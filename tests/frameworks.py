@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern.dtypes import from_numpy
+from detkern import operands
+from detkern.dtypes import DType, from_numpy
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,13 @@ def bits(array: np.ndarray) -> np.ndarray:
 def same(left: np.ndarray, right: np.ndarray) -> bool:
     """Equal shape, type and bits."""
     return left.dtype == right.dtype and left.shape == right.shape and bool((bits(left) == bits(right)).all())
+
+
+def tensor(kind: str, dtype: DType, shape: tuple[int, ...], seed: int, device: str = "cpu", grad: bool = False) -> Any:
+    """A PyTorch tensor of generated operands; a leaf that requires grad, if asked."""
+    return to_torch(operands.generate(kind, dtype, shape, seed)).to(device).requires_grad_(grad)
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Equal shape, type and bits of two PyTorch tensors."""
+    return same(from_torch(left), from_torch(right))

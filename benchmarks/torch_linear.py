@@ -1,0 +1,202 @@
+"""Host time of detkern.torch.linear beside torch.nn.functional.linear's: `python -m benchmarks.torch_linear [--output DIR]`.
+
+Needs a CUDA device, PyTorch and CuPy. µs that the calling thread spends on a call whose kernels are small, so that the GPU
+never holds it up: the median over turns of 200 calls, the two libraries in turn. `--cpu` times CPU tensors, where the calls
+compute as well, and records nothing. Rows named "part" say where detkern's time goes. Writes <DIR or
+benchmarks/results/<gpu>>/torch-linear.json and ends with status 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import records
+
+TURNS = 15
+WARM = 3  # turns that are not counted
+CALLS = 200
+LIMIT = 2.0  # the most of torch.nn.functional.linear's time
+
+ROWS, IN, OUT = 16, 64, 64
+
+
+def medians(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Median µs of each call; all of them are taken in turn."""
+    import torch
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(WARM + TURNS):
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            taken = time.perf_counter() - start
+            if turn >= WARM:
+                times[name].append(1e6 * taken / CALLS)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _tensors(device: str, grad: bool) -> tuple[Any, Any, Any, Any]:
+    """x, weight, bias and a gradient of the result."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+    leaves = [random(ROWS, IN), random(OUT, IN), random(OUT)]
+    return *(leaf.requires_grad_(grad) for leaf in leaves), random(ROWS, OUT)  # type: ignore[return-value]
+
+
+def linear_rows(device: str) -> list[dict[str, Any]]:
+    """A row for each way of calling, with its target."""
+    import torch
+
+    import detkern.torch as dt
+
+    rows = []
+    theirs, ours = torch.nn.functional.linear, dt.linear
+    for with_bias in (True, False):
+        for case in ("no grad", "grad, forward", "grad, forward and backward"):
+            x, weight, bias, dy = _tensors(device, case != "no grad")
+            leaves = (x, weight, bias) if with_bias else (x, weight)
+
+            def forward(function: Any, leaves: Any = leaves) -> Any:
+                return function(*leaves)
+
+            def both(function: Any, leaves: Any = leaves, dy: Any = dy) -> Any:
+                return torch.autograd.grad(function(*leaves), leaves, dy)
+
+            call = both if case.endswith("backward") else forward
+            with torch.set_grad_enabled(case != "no grad"):
+                found = medians(
+                    {"torch": lambda call=call: call(theirs), "detkern": lambda call=call: call(ours)}, device
+                )
+            ratio = found["detkern"] / found["torch"]
+            rows.append(
+                {
+                    "host": f"linear, {case}, {'bias' if with_bias else 'no bias'}", "m": ROWS, "n": OUT, "k": IN,
+                    "type": "bfloat16", "detkern_us": round(found["detkern"], 2),
+                    "torch_us": round(found["torch"], 2), "ratio": round(ratio, 3), "target": LIMIT,
+                    "met": ratio <= LIMIT,
+                }
+            )  # fmt: skip
+            _show(rows[-1])
+    x, weight, bias, _ = _tensors(device, False)
+    plain = torch.nn.Linear(IN, OUT, device=device, dtype=torch.bfloat16)
+    converted = dt.Linear.from_torch(plain)
+    found = medians({"torch": lambda: plain(x), "detkern": lambda: converted(x)}, device)
+    rows.append(
+        {"host": "Linear, grad, forward", "detkern_us": round(found["detkern"], 2), "torch_us": round(found["torch"], 2),
+         "ratio": round(found["detkern"] / found["torch"], 3)}
+    )  # fmt: skip
+    _show(rows[-1])
+    return rows
+
+
+def part_rows(device: str) -> list[dict[str, Any]]:
+    """Where the time of a call goes: pieces of the path, each timed alone."""
+    import torch
+
+    import detkern
+    import detkern.torch as dt
+    from detkern.autograd.torch import Settings
+    from detkern.tensors import TensorView
+    from detkern.torch import eager, route
+
+    x, weight, bias, dy = _tensors(device, False)
+    leaves = _tensors(device, True)[:3]
+    eager._ready.clear()
+    dt.linear(x, weight, bias)
+    (ready,) = eager._ready.values()
+    out = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=ready.device)
+    views = [
+        TensorView(tensor.data_ptr(), *form)
+        for tensor, form in ((x, ready.forms[0]), (weight, ready.forms[1]), (out, ready.out), (bias, ready.forms[2]))
+    ]
+    execution = ready.execution()
+
+    class Nothing(torch.autograd.Function):  # type: ignore[misc]
+        """What PyTorch itself takes to record an operation in Python."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any, settings: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=ready.device)
+
+        @staticmethod
+        def backward(ctx: Any, dc: Any) -> Any:
+            return None, None, None, None
+
+    settings = Settings(None, None, None)
+    calls: dict[str, Callable[[], Any]] = {
+        "detkern.linear": lambda: detkern.linear(x, weight, bias),
+        "detkern.torch.linear, no grad": lambda: dt.linear(x, weight, bias),
+        "of it: past the dispatcher, with the launch": lambda: eager.linear(x, weight, bias, None, None, None),
+        "of it: the launch": lambda: ready.run(ready.problem, *views, execution),
+        "of it: memory for the result": lambda: torch.empty_strided(
+            ready.shape, ready.strides, dtype=ready.dtype, device=ready.device
+        ),
+        "of it: whether anything watches": lambda: route.direct(x, weight, bias) and route.recorded(x, weight, bias),
+        "an autograd.Function that does nothing": lambda: Nothing.apply(*leaves, settings),
+        "detkern.bias_gradient": lambda: detkern.bias_gradient(dy),
+        "the same past the dispatcher": lambda: eager.bias_gradient(dy, None, None),
+        "torch.ops.detkern.linear, no grad": lambda: torch.ops.detkern.linear.default(x, weight, bias),
+    }
+    rows = [{"part": name, "host_us": round(taken, 2)} for name, taken in medians(calls, device).items()]
+    for row in rows:
+        _show(row)
+    return rows
+
+
+def _show(row: dict[str, Any]) -> None:
+    print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+def sources() -> list[Path]:
+    """What host time depends on."""
+    package = records.ROOT / "detkern"
+    return sorted(
+        [*package.glob("torch/*.py"), *package.glob("autograd/*.py"), package / "tensors/torch.py", package / "plan.py",
+         package / "api.py", package / "call.py", package / "cu/launch.py"]
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Measure, print, record. Status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description="Time detkern.torch.linear's host side against PyTorch's own.")
+    parser.add_argument("--output", type=Path, help="folder for the record, instead of benchmarks/results/<gpu>")
+    parser.add_argument("--cpu", action="store_true", help="time CPU tensors and record nothing")
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.cpu else "cuda"
+    rows = linear_rows(device) + part_rows(device)
+    if not arguments.cpu:
+        import torch
+
+        from detkern.cu.device import describe
+
+        facts = describe(0)
+        path = records.write(
+            "torch-linear",
+            rows,
+            gpu=facts.name,
+            driver=facts.driver,
+            sources=sources(),
+            folder=arguments.output,
+            more={"cuda of torch": str(torch.version.cuda)},
+        )
+        print(path)
+    return int(not all(row.get("met", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""The gradient rules for PyTorch: one backward for each op, bound to the registered op and to the ways past it.
+
+A backward is made of differentiable products again, so it can be differentiated in turn. Each op has three forms:
+
+- `torch.ops.detkern.*` (detkern/torch/ops.py), for compilers, tracers, modes and subclasses; its backward is registered
+  here;
+- an autograd.Function in the old style, for plain tensors: the one that costs least;
+- an autograd.Function in the new style, which torch.func and forward-mode differentiation need.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import api
+from ..errors import ArgumentError
+from ..torch import batching, eager, ops, route
+from .rules import GradientProduct, Layout, linear_gradient, matmul_gradient
+
+__all__ = ["Settings", "bias_gradient", "linear", "matmul"]
+
+
+class Settings(NamedTuple):
+    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that the backward
+    adds to, instead of returning the gradient."""
+
+    contract: str | None
+    out_dtype: Any
+    backend: str | None
+    main_grad: Any = None
+    bias_main_grad: Any = None
+
+
+def matmul(a: Any, b: Any, settings: Settings) -> Any:
+    """a @ b, recorded where autograd records, in the form that fits the tensors."""
+    if route.direct(a, b):
+        if route.recorded(a, b):
+            return _Matmul.apply(a, b, settings)
+        return eager.matmul(a, b, *settings[:3])
+    if route.transformed():
+        return _TransformedMatmul.apply(a, b, settings)
+    return torch.ops.detkern.matmul.default(a, b, *settings[:3])
+
+
+def linear(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
+    """x @ weight.T + bias, in the same way."""
+    if route.direct(x, weight, bias):
+        if route.recorded(x, weight, bias):
+            return _Linear.apply(x, weight, bias, settings)
+        return eager.linear(x, weight, bias, *settings[:3])
+    if route.transformed():
+        return _TransformedLinear.apply(x, weight, bias, settings)
+    contract, out_dtype, backend, *main_grads = settings
+    return torch.ops.detkern.linear.default(x, weight, bias, *main_grads, contract, out_dtype, backend)
+
+
+def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
+    """The sum of dc [.., N] over all rows, in the same way."""
+    if route.direct(dc, dc):
+        if route.recorded(dc, dc):
+            return _BiasGradient.apply(dc, out_dtype, backend)
+        return eager.bias_gradient(dc, out_dtype, backend)
+    if route.transformed():
+        return _TransformedBiasGradient.apply(dc, out_dtype, backend)
+    return torch.ops.detkern.bias_gradient.default(dc, out_dtype, backend)
+
+
+# The backward of each op.
+
+
+def _save_matmul(ctx: Any, a: Any, b: Any, settings: Settings) -> None:
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+    ctx.shapes, ctx.dtype, ctx.settings = (a.shape, b.shape), a.dtype, settings
+
+
+def _matmul_gradients(ctx: Any, dc: Any) -> tuple[Any, Any]:
+    a, b = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    with _no_autocast(dc):
+        sources = {"a": a, "b": b, "dc": dc if dc.dtype is ctx.dtype else dc.to(ctx.dtype)}
+        return (
+            _gradient(matmul_gradient("a", *ctx.shapes), sources, ctx.settings) if needs_a else None,
+            _gradient(matmul_gradient("b", *ctx.shapes), sources, ctx.settings) if needs_b else None,
+        )
+
+
+def _save_linear(ctx: Any, x: Any, weight: Any, bias: Any, settings: Settings) -> None:
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    # main_grad is not saved as a tensor is: the backwards of other micro-batches change it in the meantime, and should.
+    ctx.shapes, ctx.dtype, ctx.settings = (x.shape, weight.shape), x.dtype, settings
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
+    x, weight = ctx.saved_tensors
+    # An op that is called without bias has no place for it here.
+    needs_x, needs_weight, needs_bias = (*ctx.needs_input_grad, False)[:3]
+    settings: Settings = ctx.settings
+    main_grad, bias_main_grad = settings.main_grad, settings.bias_main_grad
+    if (main_grad is not None or bias_main_grad is not None) and torch.is_grad_enabled():
+        raise ArgumentError(
+            "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: call "
+            "linear without accumulate where create_graph=True"
+        )
+    dx = dweight = dbias = None
+    with _no_autocast(dc):
+        sources = {"x": x, "weight": weight, "dc": dc if dc.dtype is ctx.dtype else dc.to(ctx.dtype)}
+        if needs_x:
+            dx = _gradient(linear_gradient("x", *ctx.shapes), sources, settings)
+        if needs_weight:
+            rule = linear_gradient("weight", *ctx.shapes)
+            if main_grad is None:
+                dweight = _gradient(rule, sources, settings)
+            else:
+                _accumulate(main_grad, rule, sources, settings)
+        if needs_bias:
+            if bias_main_grad is None:
+                dbias = bias_gradient(dc, ctx.bias_dtype, settings.backend)
+            elif route.direct(dc, bias_main_grad):
+                api.bias_gradient(dc, out=bias_main_grad, accumulate=True, backend=settings.backend)
+            else:
+                torch.ops.detkern.bias_gradient_accumulate_.default(bias_main_grad, dc, settings.backend)
+    return dx, dweight, dbias
+
+
+def _save_bias_gradient(ctx: Any, dc: Any) -> None:
+    ctx.shape, ctx.dtype = dc.shape, dc.dtype
+
+
+def _spread(ctx: Any, incoming: Any) -> Any:
+    return incoming.expand(ctx.shape).to(ctx.dtype)
+
+
+def _no_autocast(dc: Any) -> AbstractContextManager[Any]:
+    """The types of a backward's products were settled in its forward, also where it runs inside of autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(dc.device.type, enabled=False)  # type: ignore[no-any-return]
+
+
+def _laid(sources: dict[str, Any], layout: Layout) -> Any:
+    source, view, broadcast, order, merged = layout
+    tensor = sources[source]
+    if view is not None:
+        tensor = tensor.reshape(view)
+    if broadcast is not None:
+        tensor = tensor.expand(broadcast)
+    if order is not None:
+        tensor = tensor.t() if order == (1, 0) else tensor.permute(order)  # the first takes half the time
+    return tensor if merged is None else tensor.reshape(merged)
+
+
+def _gradient(rule: GradientProduct, sources: dict[str, Any], settings: Settings) -> Any:
+    # A gradient has the operands' type, which a product has that names none.
+    gradient = matmul(
+        _laid(sources, rule.left), _laid(sources, rule.right), Settings(settings.contract, None, settings.backend)
+    )
+    return gradient if rule.shape is None else gradient.reshape(rule.shape)
+
+
+def _accumulate(out: Any, rule: GradientProduct, sources: dict[str, Any], settings: Settings) -> None:
+    left, right = _laid(sources, rule.left), _laid(sources, rule.right)
+    if route.direct(left, right, out):
+        api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
+    else:
+        torch.ops.detkern.matmul_accumulate_.default(out, left, right, settings.contract, settings.backend)
+
+
+# Past the dispatcher.
+
+
+class _Matmul(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, settings: Settings) -> Any:
+        _save_matmul(ctx, a, b, settings)
+        return eager.matmul(a, b, *settings[:3])
+
+    @staticmethod
+    def backward(ctx: Any, dc: Any) -> Any:
+        return *_matmul_gradients(ctx, dc), None
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
+        _save_linear(ctx, x, weight, bias, settings)
+        return eager.linear(x, weight, bias, *settings[:3])
+
+    @staticmethod
+    def backward(ctx: Any, dc: Any) -> Any:
+        return *_linear_gradients(ctx, dc), None
+
+
+class _BiasGradient(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, dc: Any, out_dtype: Any, backend: str | None) -> Any:
+        _save_bias_gradient(ctx, dc)
+        return eager.bias_gradient(dc, out_dtype, backend)
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Any) -> Any:
+        return _spread(ctx, incoming), None, None
+
+
+# Under torch.func and forward-mode differentiation. A tangent is a sum of products by the contract, each rounded to the
+# result's type before they are added.
+
+
+def _sum(terms: list[Any]) -> Any:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+class _TransformedMatmul(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(a: Any, b: Any, settings: Settings) -> Any:
+        return api.gemm(
+            a.detach(), b.detach(),
+            out_dtype=settings.out_dtype, contract=settings.contract, backend=settings.backend,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save_matmul(ctx, *inputs)
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, dc: Any) -> Any:
+        return *_matmul_gradients(ctx, dc), None
+
+    @staticmethod
+    def jvp(ctx: Any, da: Any, db: Any, _: Any) -> Any:
+        a, b = ctx.saved_tensors
+        pairs = [(da, b)] if da is not None else []
+        pairs += [(a, db)] if db is not None else []
+        return _sum([matmul(left, right, ctx.settings) for left, right in pairs])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, a: Any, b: Any, settings: Settings) -> Any:
+        return batching.matmul(lambda a, b: matmul(a, b, settings), in_dims, a, b)
+
+
+class _TransformedLinear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
+        return api.linear(
+            x.detach(), weight.detach(), None if bias is None else bias.detach(),
+            out_dtype=settings.out_dtype, contract=settings.contract, backend=settings.backend,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save_linear(ctx, *inputs)
+        ctx.save_for_forward(*inputs[:2])
+        ctx.result_dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, dc: Any) -> Any:
+        return *_linear_gradients(ctx, dc), None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Any, dweight: Any, dbias: Any, _: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        pairs = [(dx, weight)] if dx is not None else []
+        pairs += [(x, dweight)] if dweight is not None else []
+        settings = Settings(*ctx.settings[:3])
+        terms = [linear(left, right, None, settings) for left, right in pairs]
+        if dbias is not None:
+            terms.append(dbias.to(ctx.result_dtype).expand((*ctx.shapes[0][:-1], ctx.shapes[1][0])))
+        return _sum(terms)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
+        batching.refuse_main_grads(settings.main_grad, settings.bias_main_grad)
+        return batching.linear(
+            lambda x, weight, bias: linear(x, weight, bias, settings), info.batch_size, in_dims[:3], x, weight, bias
+        )
+
+
+class _TransformedBiasGradient(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(dc: Any, out_dtype: Any, backend: str | None) -> Any:
+        return api.bias_gradient(dc.detach(), out_dtype=out_dtype, backend=backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save_bias_gradient(ctx, inputs[0])
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Any) -> Any:
+        return _spread(ctx, incoming), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, ddc: Any, *_: Any) -> Any:
+        return bias_gradient(ddc, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, dc: Any, out_dtype: Any, backend: str | None) -> Any:
+        return batching.each(lambda dc: bias_gradient(dc, out_dtype, backend), info.batch_size, in_dims[:1], dc)
+
+
+# The registered ops, whose arguments come in the order of their schemas.
+
+
+def _setup_linear(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, main_grad, bias_main_grad, contract, out_dtype, backend = inputs
+    frozen = route.freeze(contract, x.dtype, x.device)
+    _save_linear(ctx, x, weight, bias, Settings(frozen, out_dtype, backend, main_grad, bias_main_grad))
+
+
+def _setup_matmul(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, contract, out_dtype, backend = inputs
+    _save_matmul(ctx, a, b, Settings(route.freeze(contract, a.dtype, a.device), out_dtype, backend))
+
+
+def _setup_bias_gradient(ctx: Any, inputs: Any, output: Any) -> None:
+    _save_bias_gradient(ctx, inputs[0])
+
+
+for _name, _backward, _setup in (
+    ("linear", lambda ctx, dc: (*_linear_gradients(ctx, dc), *(None,) * 5), _setup_linear),
+    ("matmul", lambda ctx, dc: (*_matmul_gradients(ctx, dc), None, None, None), _setup_matmul),
+    ("bias_gradient", lambda ctx, incoming: (_spread(ctx, incoming), None, None), _setup_bias_gradient),
+):
+    torch.library.register_autograd(f"detkern::{_name}", _backward, setup_context=_setup, lib=ops.library)

@@ -1,0 +1,17 @@
+"""detkern for PyTorch: products and layers with autograd, torch.compile, torch.export, autocast and vmap.
+
+Importing it needs PyTorch (2.6 or newer); `import detkern` alone does not. docs/pytorch.md says what holds.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"detkern.torch needs PyTorch, as in pip install 'detkern[torch]': {error}") from error
+
+from .convert import convert, revert
+from .functional import bmm, linear, matmul
+from .layers import Linear, zero_main_grads
+
+__all__ = ["Linear", "bmm", "convert", "linear", "matmul", "revert", "zero_main_grads"]

@@ -1,0 +1,87 @@
+"""Whether a call may go straight to the kernels, and the contract that it freezes.
+
+PyTorch's dispatcher costs a custom op in Python more time than the whole of a small product. So tensors that nothing
+watches (no tracer, no mode, no transform, no subclass) pass it by; everything else goes through the
+registered ops of ops.py, which give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_variadic
+
+from .. import registry
+from ..config import configured_contract
+from ..contracts import get_contract
+from ..dtypes import DTYPES, DType
+from ..tensors import Device
+
+__all__ = ["direct", "freeze", "recorded", "transformed"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
+_KINDS = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
+
+
+def direct(first: Any, second: Any, third: Any = None) -> bool:
+    """Whether nothing watches these tensors. `third` may be None."""
+    return not (
+        type(first) not in _PLAIN
+        or type(second) not in _PLAIN
+        or (third is not None and type(third) not in _PLAIN)
+        or has_torch_function_variadic(first, second)  # true in every torch-function mode
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or first.is_meta
+    )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work, or forward-mode differentiation: both are served by
+    autograd.Function, not by ops."""
+    active: bool = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return active
+
+
+def recorded(first: Any, second: Any, third: Any = None) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and (
+        first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
+    )
+
+
+def freeze(contract: str | None, dtype: Any, device: Any, stated: str = "") -> str | None:
+    """The name of the contract that a call on operands of this torch type and device follows, now and in its backward.
+
+    None where the type or the device has none: the call itself then says why. `stated` is not used: torch.compile compiles
+    anew where config._stated, given for it, has changed.
+    """
+    if contract is not None:
+        return get_contract(contract).name
+    operand = _TYPES.get(dtype)
+    if operand is None:
+        return None
+    configured = configured_contract(operand)
+    if configured is not None:
+        return configured.name
+    key = (dtype, device)
+    name = _defaults.get(key)
+    if name is None:
+        kind = _KINDS.get(device.type)
+        if kind is None:
+            return None
+        name = registry.contract_for(operand, Device(kind, device.index or 0), None, None).name
+        _defaults[key] = name
+    return name
+
+
+# torch.compile calls it while it traces and keeps what it returns: a graph's contract is frozen with the graph. (The
+# decorator for this, torch.compiler.assume_constant_result, imports the whole compiler and does nothing more.)
+freeze._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_defaults: dict[Any, str] = {}
