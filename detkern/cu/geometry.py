@@ -316,7 +316,11 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if dict(tile.macros).get("OUT_TMA") and output_map_shape(problem) is None:
+    macros = dict(tile.macros)
+    if macros.get("OUT_TMA") and output_map_shape(problem) is None:
+        return False
+    # Of a tile with fewer rows in memory than it has, the others are never there.
+    if macros.get("BOX_M", tile["TILE_M"]) < min(problem.m, tile["TILE_M"]):
         return False
     return not tile.by_tma or (
         _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
