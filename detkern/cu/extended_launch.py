@@ -54,15 +54,6 @@ class ExtendedLaunch:
         if error:
             raise LaunchFailure(error.name)
 
-    def clusters_at_once(self) -> int:
-        """How many clusters of this kernel the device holds at a time. Raises LaunchFailure."""
-        from cuda.bindings import driver
-
-        error, count = driver.cuOccupancyMaxActiveClusters(self.function, self._configure(0, False))
-        if error:
-            raise LaunchFailure(error.name)
-        return int(count)
-
     def _configure(self, stream: int, dependent: bool) -> Any:
         from cuda.bindings import driver
 

@@ -22,7 +22,7 @@ from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
-from .tensor_map import MapShape, map_shapes, output_map_shape
+from .tensor_map import MapShape, available, map_shapes, output_map_shape
 from .tuned import labels
 
 __all__ = [
@@ -106,11 +106,6 @@ class Tile:
         return 32 * self["WARPS_M"] * self["WARPS_N"]
 
     @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return dict(self.macros).get("CLUSTER_N", 1)
-
-    @property
     def by_tma(self) -> bool:
         """Whether its kernel takes the operands as tensor maps."""
         return self.table in _BY_TMA
@@ -128,8 +123,8 @@ class Tile:
         box = macros.get("BOX_M", self["TILE_M"])
         words = [f"{size}x{self['STAGES']}"]
         words += [f"{box} rows"] if box != self["TILE_M"] else []
+        words += [f"{macros['IN_FLIGHT']} in flight"] if macros.get("IN_FLIGHT", 1) > 1 else []
         words += ["in turn"] if macros.get("IN_TURN") else []
-        words += [f"cluster {self.cluster}"] if self.cluster > 1 else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
         return " ".join(words)
 
@@ -279,9 +274,7 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
 
 
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
-    """Of CTAs' tiles; those of a cluster, side by side, count together, even if one is outside."""
-    cluster = tile.cluster
-    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // (cluster * tile["TILE_N"])) * cluster
+    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // tile["TILE_N"])
     for size in problem.batch:
         count *= size
     return count
@@ -296,7 +289,7 @@ def launch_for(
     maps = None
     if tile.by_tma:
         maps = _maps(problem, tile, load_a, load_b)
-        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"] // tile.cluster * tile.cluster)
+        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
     if _scratch_bytes(tile, problem.k, 1):
         # Scratch is a slot a CTA, so no more CTAs than run at once: each walks over several tiles.
         grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
@@ -323,7 +316,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     if macros.get("BOX_M", tile["TILE_M"]) < min(problem.m, tile["TILE_M"]):
         return False
     return not tile.by_tma or (
-        _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
+        available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
     )
 
 
@@ -338,8 +331,6 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
     # A box of fewer rows than the tile's, where there are no more: filling those outside takes time, too.
     box_m = min(dict(tile.macros).get("BOX_M", tile["TILE_M"]), problem.m)
-    if tile.cluster > 1:
-        box_m = -(-box_m // 16) * 8  # each CTA of a cluster copies its part of A's tile
     rows_a = box_m if load_a == Load.K_MAJOR else tile["TILE_K"]
     rows_b = tile["TILE_N"] if load_b == Load.K_MAJOR else tile["TILE_K"]
     out = output_map_shape(problem)

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import struct
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -96,11 +96,6 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
         for index in itertools.product(*map(range, problem.batch[:outer]))
     )
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
-    if extended is not None and chosen.tile.cluster > 1:
-        # A processing cluster of an odd number of multiprocessors leaves one idle; a CTA that had to wait for another's
-        # end would double the time.
-        chosen = replace(chosen, grid=min(chosen.grid, chosen.tile.cluster * extended.clusters_at_once()))
-        extended = ExtendedLaunch(kernel.ptr, chosen)
     return Plan(
         kernel.ptr,
         chosen,

@@ -4,18 +4,18 @@
 // Roles. Warp groups consume, each GROUP_M rows of a tile. All of a tile's groups work on it together, or (IN_TURN) two
 // groups have a tile each, so that one finishes and writes its outputs while the other multiplies. One more warp
 // produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile. A consumer
-// keeps one stage's products in flight while it starts the next one's.
+// keeps IN_FLIGHT stages' products in flight while it starts the next one's.
 // Few rows. Of a tile of 64 rows only BOX_M are copied and have room in a stage; wgmma reads 64, and what it finds in the
 // others' place, which may be changing, goes to outputs that are not written.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
-// registers from it; any grid.x from 1 to the tile count (a multiple of CLUSTER_N), best the CTAs that run at once.
+// registers from it; any grid.x from 1 to the tile count, best the CTAs that run at once.
 // Shared memory. SMEM_BYTES = STAGES * 2 * (BOX_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024 (to
 // align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, GROUP_M (64, 128), IN_TURN (0; 1 where
 // TILE_M is GROUP_M), BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR), TILE_N (a width of wgmma_instruction.cuh; of
-// 64 where B is MN_MAJOR), TILE_K (of 64), STAGES, OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is a
+// 64 where B is MN_MAJOR), TILE_K (of 64), STAGES, IN_FLIGHT (stages whose products are in flight while the next one's are started: 1, 2), OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is a
 // multiple of 64), OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others), BAND (tile rows), PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier grid ends), CTAS_PER_SM,
-// CLUSTER_N (1, 2), WARPS_M, WARPS_N (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// WARPS_M, WARPS_N (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
@@ -34,9 +34,9 @@ static_assert(SHIFTS_REGISTERS || THREADS == CONSUMERS * GROUP + 32, "one more w
 
 using TileA = TmaTile<LOAD_A, BOX_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
-using StageRing = Ring<TileA, TileB, STAGES, CLUSTER_N>;
+using StageRing = Ring<TileA, TileB, STAGES>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND, CLUSTER_N>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND>;
 
 // Columns of the outputs that pass through shared memory at once: the largest divisor of TILE_N that is a multiple of 8
 // and at most `limit`.
@@ -64,6 +64,7 @@ constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
 static_assert(TILE_M % GROUP_M == 0 && (TILE_M == GROUP_M || !IN_TURN), "a tile is one group's where these take turns");
 static_assert(BOX_M == TILE_M || (TILE_M == 64 && LOAD_A == K_MAJOR), "part of a tile of 64 rows along k, or all");
+static_assert(IN_FLIGHT < STAGES, "a stage is left to fill");
 static_assert(!OUT_TMA || BOXED, "boxes of 64 columns");
 static_assert(!BOXED || TILE_N % (OUT_BOXES * ATOM) == 0, "all slabs are full");
 static_assert((64 - BOX_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES, "wgmma reads 64 rows of A");
@@ -91,6 +92,32 @@ DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& rin
     }
   }
   wgmma_commit();
+}
+
+// The stage that comes `count` before another.
+DETKERN_INLINE uint32_t before(uint32_t stage, uint32_t count) { return stage < count ? stage + STAGES - count : stage - count; }
+
+// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's.
+DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, Position& position, int row,
+                                  uint32_t blocks, int group) {
+  // The first stage stands apart: in the loop there is always one in flight.
+  ring.take(position);
+  multiply(acc, ring, position.stage, row);
+#pragma unroll 1
+  for (uint32_t block = 1; block < blocks; ++block) {
+    position.step();
+    ring.take(position);
+    multiply(acc, ring, position.stage, row);
+    wgmma_wait<IN_FLIGHT>();
+    if (IN_FLIGHT == 1 || block >= IN_FLIGHT) ring.release(before(position.stage, IN_FLIGHT));
+  }
+  if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
+  wgmma_wait<0>();
+#pragma unroll
+  for (int block = IN_FLIGHT - 1; block >= 0; --block) {
+    if (block == 0 || blocks > block) ring.release(before(position.stage, block));
+  }
+  position.step();
 }
 
 // The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
@@ -243,24 +270,9 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     // has taken all that come before.
     if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
     first = false;
-    // The first stage stands apart: in the loop there is always one in flight.
-    ring.take(position);
-    multiply(acc, ring, position.stage, row);
-#pragma unroll 1
-    for (uint32_t block = 1; block < blocks; ++block) {
-      const uint32_t previous = position.stage;
-      position.step();
-      ring.take(position);
-      multiply(acc, ring, position.stage, row);
-      wgmma_wait<1>();
-      ring.release(previous);
-    }
-    if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
-    wgmma_wait<0>();
+    multiply_tile(acc, ring, position, row, blocks, group);
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
-    ring.release(position.stage);
-    position.step();
     if (IN_TURN) position.advance(blocks);
 
 #pragma unroll
@@ -273,7 +285,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
   if (BOXED && threadIdx.x % 32 == 0) store_tensor_wait();
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
@@ -289,15 +301,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(T
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS / TURNS);
-    start_producing<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    start_producing<(CONSUMING_WARPS + 1) * 32>();
     if (threadIdx.x % 32 == 0) {
-      produce<TileA, TileB, TILE_K, PREFETCH, CLUSTER_N>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+      produce<TileA, TileB, TILE_K, PREFETCH>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
     }
-    leave<CLUSTER_N>();
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-    start_consuming<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    start_consuming<(CONSUMING_WARPS + 1) * 32>();
     consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
-    leave<CLUSTER_N>();
   }
 }

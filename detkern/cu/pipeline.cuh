@@ -22,11 +22,8 @@ DETKERN_INLINE void jitter(uint32_t salt) {
   }
 }
 
-// CLUSTER: 1, or 2 CTAs, side by side in the output, that share A's tile: each copies one half of it to both, so a stage is
-// empty when the consumers of both have read it.
-template <class TileA, class TileB, int COUNT, int CLUSTER>
+template <class TileA, class TileB, int COUNT>
 struct Ring {
-  static_assert(CLUSTER == 1 || CLUSTER == 2, "a CTA alone, or two");
   static constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
   static constexpr int BARRIER_BYTES = 16 * COUNT;
   static_assert(TileA::BYTES % 1024 == 0 && STAGE_BYTES % 1024 == 0, "atoms must start at multiples of their size");
@@ -56,7 +53,7 @@ struct Ring {
   DETKERN_INLINE void init(int consuming_warps) const {
     for (int stage = threadIdx.x % 32; stage < COUNT; stage += 32) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), CLUSTER * consuming_warps);
+      mbarrier_init(empty(stage), consuming_warps);
     }
     fence_barrier_init();
     __syncwarp();
@@ -64,11 +61,7 @@ struct Ring {
 
  private:
   DETKERN_INLINE void empty_stage(uint32_t stage) const {
-    if constexpr (CLUSTER == 1) {
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
-    } else {
-      if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(empty(stage), threadIdx.x % 32);
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
   }
 };
 
@@ -91,20 +84,19 @@ struct RingPosition {
 
 // The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. m, n and the number of tiles
 // are below 2^31 where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
-// A cluster walks over pairs of tiles, one of which may be outside.
-template <int ROWS, int COLUMNS, int BAND_ROWS, int CLUSTER>
+template <int ROWS, int COLUMNS, int BAND_ROWS>
 class TileWalk {
  public:
   // Takes the CTA's tiles number `turn`, turn + turns, turn + 2 * turns and so on.
   DETKERN_INLINE explicit TileWalk(const GemmParams& p, uint32_t turn = 0, uint32_t turns = 1)
-      : p_(p), turns_(turns), tile_(blockIdx.x / CLUSTER + gridDim.x / CLUSTER * turn) {}
+      : p_(p), turns_(turns), tile_(blockIdx.x + gridDim.x * turn) {}
 
   // Sizes are computed where they are needed, since they would take registers throughout the main loop otherwise.
   DETKERN_INLINE bool more() const {
     return tile_ < rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
   }
 
-  DETKERN_INLINE void step() { tile_ += gridDim.x / CLUSTER * turns_; }
+  DETKERN_INLINE void step() { tile_ += gridDim.x * turns_; }
 
   DETKERN_INLINE OutputTile output() const {
     const uint32_t in_one = rows() * columns();
@@ -115,63 +107,42 @@ class TileWalk {
     const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows() - band * BAND_ROWS);
     const uint32_t column = height == 1 ? in_band : in_band / height;
     const uint32_t row = band * BAND_ROWS + (in_band - column * height);
-    return {batch, static_cast<int64_t>(row) * ROWS,
-            static_cast<int64_t>(column * CLUSTER + (CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER)) * COLUMNS};
+    return {batch, static_cast<int64_t>(row) * ROWS, static_cast<int64_t>(column) * COLUMNS};
   }
 
  private:
   DETKERN_INLINE uint32_t rows() const { return (static_cast<uint32_t>(p_.m) + ROWS - 1) / ROWS; }
 
-  DETKERN_INLINE uint32_t columns() const {
-    return (static_cast<uint32_t>(p_.n) + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
-  }
+  DETKERN_INLINE uint32_t columns() const { return (static_cast<uint32_t>(p_.n) + COLUMNS - 1) / COLUMNS; }
 
   const GemmParams& p_;
   uint32_t turns_, tile_;
 };
 
-// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. In a cluster
-// all wait for all.
-template <int THREAD_COUNT, int CLUSTER>
+// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these.
+template <int THREAD_COUNT>
 DETKERN_INLINE void start_producing() {
-  if constexpr (CLUSTER == 1) {
-    named_barrier_arrive<THREAD_COUNT>(2);
-  } else {
-    cluster_barrier();
-  }
+  named_barrier_arrive<THREAD_COUNT>(2);
   let_next_grid_start();
 }
 
-template <int THREAD_COUNT, int CLUSTER>
+template <int THREAD_COUNT>
 DETKERN_INLINE void start_consuming() {
-  if constexpr (CLUSTER == 1) {
-    named_barrier<THREAD_COUNT>(2);
-  } else {
-    cluster_barrier();
-  }
+  named_barrier<THREAD_COUNT>(2);
   let_next_grid_start();
   wait_for_earlier_grid();
-}
-
-// The end of a warp: none leaves while the cluster's other CTA may still arrive at a barrier of this one, or copy to it.
-template <int CLUSTER>
-DETKERN_INLINE void leave() {
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_barrier();
 }
 
 // Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. AHEAD: of the first tile's
 // B, so many blocks are fetched into L2 before the earlier grid is waited for: what it may still write to them reaches L2
 // as well, so that no stale byte can be read.
-template <class TileA, class TileB, int BLOCK_K, int AHEAD, int CLUSTER, class RingType, class Position, class Walk>
+template <class TileA, class TileB, int BLOCK_K, int AHEAD, class RingType, class Position, class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
-  // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too. A
-  // cluster's CTAs each copy a part of them, whole atoms.
-  const int rows = TileA::MN_ROWS ? TileA::BYTES / (2 * BLOCK_K)
-                                  : min(TileA::BYTES / (2 * BLOCK_K), static_cast<int>(min(p.m, int64_t(256))));
-  const int part = (rows + 15) / 16 * 8;
-  const int bytes = (CLUSTER == 1 ? rows : 2 * part) * BLOCK_K * 2 + TileB::BYTES;
+  // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too.
+  const int rows_bytes = 2 * BLOCK_K;
+  const int bytes = TileB::BYTES + (TileA::MN_ROWS ? TileA::BYTES
+                                                   : static_cast<int>(min(p.m, int64_t(TileA::BYTES / rows_bytes))) * rows_bytes);
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
   if (AHEAD > 0 && walk.more()) {
     const OutputTile first = walk.output();
@@ -189,12 +160,7 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       const uint32_t full = ring.full(position.stage);
       mbarrier_arrive_expecting(full, bytes);
       TileB::copy(ring.b(position.stage), map_b, tile.column, block * BLOCK_K, batch_b ? tile.batch : 0, full);
-      if constexpr (CLUSTER == 1) {
-        TileA::copy(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full);
-      } else {
-        TileA::copy_part(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full,
-                         cluster_rank(), part);
-      }
+      TileA::copy(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full);
       position.step();
     }
   }

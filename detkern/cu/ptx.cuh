@@ -297,16 +297,6 @@ DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x
       : "memory");
 }
 
-// The same to this place in each CTA of `mask` (a bit a rank) of the cluster; each CTA's own barrier counts its bytes.
-DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, uint32_t barrier,
-                                    uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%3, %4, %5}], [%2], %6;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
-      : "memory");
-}
-
 // Starts the copy of a box in shared memory to the map's tensor at (x, y, z); what is outside the tensor is dropped. The
 // thread's copies of this kind go in groups.
 DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, uint32_t source) {
@@ -327,30 +317,6 @@ DETKERN_INLINE void store_tensor_wait() { asm volatile("cp.async.bulk.wait_group
 DETKERN_INLINE void prefetch_tensor_box(const TensorMap& map, int x, int y, int z) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
                : "memory");
-}
-
-// ---- clusters (sm_90 and newer, 9.7.13.4, 9.7.13.15) -----------------------------------------------------------------
-
-// The CTA's rank in its cluster.
-DETKERN_INLINE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// A barrier of all threads of the cluster that have not exited.
-DETKERN_INLINE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Arrives at the barrier that lies at this place in the CTA of that rank. What is released is that wgmma has read, which is
-// complete; a release at the cluster's scope would wait for all of this thread's writes to global memory.
-DETKERN_INLINE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(
-          barrier),
-      "r"(rank)
-      : "memory");
 }
 
 // ---- grids behind one another (sm_90 and newer, 9.7.13.13) ----------------------------------------------------------

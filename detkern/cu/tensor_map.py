@@ -6,6 +6,9 @@ wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gi
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +16,28 @@ from ..dtypes import BF16, F16, DType
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 
-__all__ = ["BOX_WIDTH", "MapShape", "map_shapes", "output_map_shape"]
+__all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "output_map_shape"]
 
 BOX_WIDTH = 64
 _SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
 _STRIDE_LIMIT = 2**40  # bytes
 _MAPS = 256  # kept of one shape at most, a map 128 bytes
+
+
+@functools.cache
+def available() -> bool:
+    """Whether tensor maps can be made here: cuda-bindings makes and launches with them. Says once what it would bring."""
+    try:
+        found = importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # no package called cuda at all
+        found = False
+    if not found:
+        warnings.warn(
+            "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same bits; "
+            "pip install 'detkern[cuda13]' or 'detkern[cuda12]'",
+            stacklevel=2,
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@
 // JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
-#include "mma_tile.cuh"
 #include "node_walk.cuh"
 #include "pipeline.cuh"
 
@@ -38,9 +37,9 @@ constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCE
 
 using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
-using StageRing = Ring<TileA, TileB, STAGES, CLUSTER_N>;
+using StageRing = Ring<TileA, TileB, STAGES>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND, CLUSTER_N>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
 constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory at once
 using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, SLICES * SLICE_N>;
@@ -65,21 +64,20 @@ DETKERN_INLINE void copy_words(uint32_t (&target)[WORDS], const uint32_t (&sourc
   for (int i = 0; i < WORDS; ++i) target[i] = source[i];
 }
 
-// The fragments of A, 16 rows of this warp by 16 k, as wgmma takes them from registers: the matrices (m, k) = (0, 0),
-// (8, 0), (0, 8), (8, 8).
+// Fragments of A that wgmma takes from registers, 16 rows of this warp by 16 k each: the matrices (m, k) = (0, 0), (8, 0),
+// (0, 8), (8, 8), as mma.m16n8k16 has them.
 class FragmentsA {
  public:
-  DETKERN_INLINE explicit FragmentsA(int first_row) {
-    const int lane = thread_index() % 32, matrix = lane / 8, row = lane % 8;
-    const int m8 = first_row / 8 + matrix % 2, k8 = matrix / 2;
-    if constexpr (LOAD_A == MN_MAJOR) {
-      const int block = m8 / 8, chunk = m8 % 8;
-      lane_ = (block * TILE_K + k8 * 8 + row) * ATOM_ROW_BYTES + ((chunk ^ row) << 4);
-    } else {
-      lane_ = (m8 * 8 + row) * ATOM_ROW_BYTES + ((k8 ^ row) << 4);
-    }
+  // row: of the warp's first, in the tile.
+  DETKERN_INLINE explicit FragmentsA(int row) {
+    const int lane = thread_index() % 32, matrix = lane / 8;
+    const int m8 = row / 8 + matrix % 2, k8 = matrix / 2;
+    lane_ = LOAD_A == MN_MAJOR
+                ? (m8 / 8 * TILE_K + k8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((m8 % 8 ^ lane % 8) << 4)
+                : (m8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((k8 ^ lane % 8) << 4);
   }
 
+  // 16 k, numbered `step`, of the tile at shared-memory address `tile`.
   DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int step) const {
     if constexpr (LOAD_A == MN_MAJOR) {
       load_matrix_x4_transposed(fragment, tile + lane_ + step * 16 * ATOM_ROW_BYTES);
@@ -250,7 +248,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
@@ -267,15 +265,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER_N, 1, 1) __launch_bounds__(T
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS);
-    start_producing<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    start_producing<(CONSUMING_WARPS + 1) * 32>();
     if (threadIdx.x % 32 == 0) {
-      produce<TileA, TileB, TILE_K, 0, CLUSTER_N>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
+      produce<TileA, TileB, TILE_K, 0>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
     }
-    leave<CLUSTER_N>();
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    start_consuming<(CONSUMING_WARPS + 1) * 32, CLUSTER_N>();
+    start_consuming<(CONSUMING_WARPS + 1) * 32>();
     consume(p, ring, shared + LEVELS_AT, group, leaves);
-    leave<CLUSTER_N>();
   }
 }

@@ -55,18 +55,6 @@ struct TmaTile {
     }
   }
 
-  // Starts the copies of one part of the tile's rows, `rows` of them (a multiple of 8, as the map's boxes have), to all
-  // CTAs of a cluster of two; the CTA of the other rank starts those of the other part.
-  static DETKERN_INLINE void copy_part(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier,
-                                       uint32_t rank, int rows) {
-    static_assert(!MN_ROWS, "parts are rows of boxes along k");
-#pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      copy_tensor_box(tile + box * BOX_BYTES + rank * rows * ATOM_ROW_BYTES, map, k + box * ATOM, row + rank * rows, batch,
-                      barrier, 3);
-    }
-  }
-
   // The same into L2 alone.
   static DETKERN_INLINE void prefetch(const TensorMap& map, int row, int k, int batch) {
 #pragma unroll
