@@ -9,8 +9,8 @@
 #include "epilogue.cuh"
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
-// + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next ones
-// COLUMN_STEP columns to their right.
+// + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next
+// ones COLUMN_STEP columns to their right.
 template <int ROWS, int COLUMNS, int WARP_ROWS, int COLUMN_STEP = COLUMNS>
 class OutputSlab {
  public:

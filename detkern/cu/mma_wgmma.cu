@@ -3,23 +3,24 @@
 //
 // Roles. Warp groups consume, each GROUP_M rows of a tile. All of a tile's groups work on it together, or (IN_TURN) two
 // groups have a tile each, so that one finishes and writes its outputs while the other multiplies. One more warp
-// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile. A consumer
-// keeps IN_FLIGHT stages' products in flight while it starts the next one's.
-// Few rows. Of a tile of 64 rows only BOX_M are copied and have room in a stage; wgmma reads 64, and what it finds in the
-// others' place, which may be changing, goes to outputs that are not written.
+// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile. A
+// consumer keeps IN_FLIGHT stages' products in flight while it starts the next one's.
+// Few rows. Of a tile of 64 rows only BOX_M are copied and have room in a stage; wgmma reads 64, and what it finds in
+// the others' place, which may be changing, goes to outputs that are not written.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
 // registers from it; any grid.x from 1 to the tile count, best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (BOX_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024 (to
-// align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, GROUP_M (64, 128), IN_TURN (0; 1 where
-// TILE_M is GROUP_M), BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR), TILE_N (a width of wgmma_instruction.cuh; of
-// 64 where B is MN_MAJOR), TILE_K (of 64), STAGES, IN_FLIGHT (stages whose products are in flight while the next one's are started: 1, 2), OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is a
-// multiple of 64), OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others), BAND (tile rows), PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier grid ends), CTAS_PER_SM,
-// WARPS_M, WARPS_N (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// Shared memory. SMEM_BYTES = STAGES * 2 * (BOX_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
+// (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
+// Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA); TILE_M, GROUP_M (64, 128), IN_TURN (0;
+// 1 where TILE_M is GROUP_M); BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR); TILE_N (a width of
+// wgmma_instruction.cuh; of 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; IN_FLIGHT (1, 2); OUT_BOXES (boxes of 64
+// columns that a warp's slab holds, where TILE_N is a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which
+// leaves out the code for others); BAND (tile rows); PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier
+// grid ends); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
-constexpr int GROUP = 128;  // threads of a warp group
+constexpr int GROUP = 128;              // threads of a warp group
 constexpr int BLOCKS_M = GROUP_M / 64;  // of a consumer
 constexpr int TURNS = IN_TURN ? 2 : 1;
 constexpr int CONSUMERS = TILE_M / GROUP_M * TURNS;
@@ -45,13 +46,14 @@ DETKERN_INLINE constexpr int slab_columns(int limit) {
   while (columns > 8 && (TILE_N % columns != 0 || columns % 8 != 0)) --columns;
   return columns;
 }
-// Of 16-bit outputs. BOXED: TMA writes them, from boxes of 16 rows by 64 columns, in rows of 128 bytes swizzled as the operands'.
+// Of 16-bit outputs. BOXED: TMA writes them, from boxes of 16 rows by 64 columns, in rows of 128 bytes swizzled as the
+// operands'.
 constexpr bool BOXED = TILE_N % ATOM == 0;
 constexpr int BOX_BYTES = 16 * ATOM_ROW_BYTES;
 constexpr int WORD_SLAB_N = BOXED ? OUT_BOXES * ATOM : slab_columns(64);
-constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;         // bytes; sixteen more spread the rows over the banks
+constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;  // bytes; sixteen more spread the rows over the banks
 constexpr int WORD_SLAB_BYTES = BOXED ? OUT_BOXES * BOX_BYTES : 16 * WORD_SLAB_PITCH;
-constexpr int SLAB_N = slab_columns(32);                      // of binary32
+constexpr int SLAB_N = slab_columns(32);  // of binary32
 constexpr int PARTS = TILE_N / SLAB_N;
 using WarpOutput = OutputSlab<16, SLAB_N, 4, 0>;
 constexpr int LARGER_SLAB = WarpOutput::BYTES > WORD_SLAB_BYTES ? WarpOutput::BYTES : WORD_SLAB_BYTES;
@@ -73,9 +75,8 @@ static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shar
 // The accumulators of 64 rows: fragments [TILE_N / 8][4] as mma.sync lays them out.
 using Accumulators = float[PARTS][SLAB_N / 8][4];
 
-DETKERN_INLINE float (&registers(Accumulators& acc))[TILE_N / 2] {
-  return reinterpret_cast<float(&)[TILE_N / 2]>(acc);
-}
+DETKERN_INLINE float (&registers(Accumulators& acc))
+    [TILE_N / 2] { return reinterpret_cast<float (&)[TILE_N / 2]>(acc); }
 
 // Starts the products of one stage; row: of the group's first row in the tile.
 DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, uint32_t stage, int row) {
@@ -95,7 +96,9 @@ DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& rin
 }
 
 // The stage that comes `count` before another.
-DETKERN_INLINE uint32_t before(uint32_t stage, uint32_t count) { return stage < count ? stage + STAGES - count : stage - count; }
+DETKERN_INLINE uint32_t before(uint32_t stage, uint32_t count) {
+  return stage < count ? stage + STAGES - count : stage - count;
+}
 
 // Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's.
 DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, Position& position, int row,
@@ -123,13 +126,14 @@ DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing
 // The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
 template <int DTYPE>
 DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
-  const float(&fragment)[4] = acc[8 * j / SLAB_N][j % (SLAB_N / 8)];
+  const float (&fragment)[4] = acc[8 * j / SLAB_N][j % (SLAB_N / 8)];
   return round_pair<DTYPE>(fragment[2 * half], fragment[2 * half + 1]);
 }
 
 // Writes 16-bit outputs by TMA, from this warp's slab; the last boxes may still be on their way at the return.
 template <int DTYPE>
-DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, uint32_t slab, const Accumulators& acc) {
+DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+                                const Accumulators& acc) {
   const int thread = thread_index(), lane = thread % 32, row = lane / 4;
 #pragma unroll
   for (int first = 0; first < TILE_N / ATOM; first += OUT_BOXES) {

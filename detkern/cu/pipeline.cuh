@@ -1,15 +1,16 @@
-// What the warp-specialised kernels of sm_90a share: a ring of stages in shared memory that one thread fills by TMA and the
-// consuming warps empty, the walk over output tiles, and the start of a grid behind an earlier one.
+// What the warp-specialised kernels of sm_90a share: a ring of stages in shared memory that one thread fills by TMA and
+// the consuming warps empty, the walk over output tiles, and the start of a grid behind an earlier one.
 //
-// A stage holds BLOCK_K k of A's rows and of B's. It goes round by two mbarriers: `full`, on which the copies count their
-// bytes, and `empty`, on which each consuming warp arrives once it has read the stage.
+// A stage holds BLOCK_K k of A's rows and of B's. It goes round by two mbarriers: `full`, on which the copies count
+// their bytes, and `empty`, on which each consuming warp arrives once it has read the stage.
 #pragma once
 
 #include "schedule.cuh"
 #include "wgmma.cuh"
 
 #ifndef JITTER
-#define JITTER 0  // for tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show
+#define JITTER \
+  0  // for tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show
 #endif
 
 // Sleeps up to two microseconds, at random.
@@ -82,8 +83,9 @@ struct RingPosition {
   }
 };
 
-// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. m, n and the number of tiles
-// are below 2^31 where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
+// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. m, n and the number of
+// tiles are below 2^31 where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for
+// them.
 template <int ROWS, int COLUMNS, int BAND_ROWS>
 class TileWalk {
  public:
@@ -134,15 +136,16 @@ DETKERN_INLINE void start_consuming() {
 }
 
 // Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. AHEAD: of the first tile's
-// B, so many blocks are fetched into L2 before the earlier grid is waited for: what it may still write to them reaches L2
-// as well, so that no stale byte can be read.
+// B, so many blocks are fetched into L2 before the earlier grid is waited for: what it may still write to them reaches
+// L2 as well, so that no stale byte can be read.
 template <class TileA, class TileB, int BLOCK_K, int AHEAD, class RingType, class Position, class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
   // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too.
   const int rows_bytes = 2 * BLOCK_K;
-  const int bytes = TileB::BYTES + (TileA::MN_ROWS ? TileA::BYTES
-                                                   : static_cast<int>(min(p.m, int64_t(TileA::BYTES / rows_bytes))) * rows_bytes);
+  const int bytes =
+      TileB::BYTES +
+      (TileA::MN_ROWS ? TileA::BYTES : static_cast<int>(min(p.m, int64_t(TileA::BYTES / rows_bytes))) * rows_bytes);
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
   if (AHEAD > 0 && walk.more()) {
     const OutputTile first = walk.output();

@@ -278,8 +278,8 @@ DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 
 // ---- tensor copies (sm_90 and newer, 9.7.9.25.5) --------------------------------------------------------------------
 
-// A tensor map, as cuTensorMapEncodeTiled makes it; a kernel's __grid_constant__ parameter. Three dimensions: along rows,
-// across rows, batch.
+// A tensor map, as cuTensorMapEncodeTiled makes it; a kernel's __grid_constant__ parameter. Three dimensions: along
+// rows, across rows, batch.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
@@ -291,14 +291,14 @@ DETKERN_INLINE void prefetch_tensor_map(const TensorMap& map) {
 // Starts the copy of the map's box at (x, y, z) to shared memory; `barrier` counts its bytes.
 DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          target),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 
-// Starts the copy of a box in shared memory to the map's tensor at (x, y, z); what is outside the tensor is dropped. The
-// thread's copies of this kind go in groups.
+// Starts the copy of a box in shared memory to the map's tensor at (x, y, z); what is outside the tensor is dropped.
+// The thread's copies of this kind go in groups.
 DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(source), "r"(x), "r"(y), "r"(z)

@@ -3,20 +3,20 @@
 // tree_mma.cu's.
 //
 // Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of SLICE_N
-// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep the
-// tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory. One more
-// warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
-// Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left; the
-// lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
+// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep
+// the tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory.
+// One more warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left;
+// the lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max(SHARED_LEVELS * 2 * TILE_M * TILE_N, slabs) + 16 *
-// STAGES + 1024 (to align the ring): the ring, the levels (the outputs pass through them once a tile's tree is done),
-// the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
-// Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 2), L =
-// ceil(k / 32).
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two leaves),
-// STAGES, GROUPS_M, GROUPS_N, SLICE_N (64, 128), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1), SMEM_BYTES; for tests
-// JITTER (pipeline.cuh).
+// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max(SHARED_LEVELS * 2 * TILE_M * TILE_N, slabs)
+// + 16 * STAGES + 1024 (to align the ring): the ring, the levels (the outputs pass through them once a tile's tree is
+// done), the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
+// Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) -
+// 2), L = ceil(k / 32).
+// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
+// leaves), STAGES, GROUPS_M, GROUPS_N, SLICE_N (64, 128), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
+// CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
 #include "node_walk.cuh"
@@ -45,12 +45,13 @@ constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory
 using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, SLICES * SLICE_N>;
 
 constexpr int LEVELS_AT = STAGES * StageRing::STAGE_BYTES;
-constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WARPS * WarpOutput::BYTES
+constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WARPS* WarpOutput::BYTES
                                  ? SHARED_LEVELS * Levels::LEVEL_BYTES
                                  : CONSUMING_WARPS * WarpOutput::BYTES;
 constexpr int BARRIERS_AT = LEVELS_AT + LEVELS_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_M == 64 * GROUPS_M && SLICES * SLICE_N * GROUPS_N == TILE_N, "a warp group has 64 rows, whole slices");
+static_assert(TILE_M == 64 * GROUPS_M && SLICES * SLICE_N * GROUPS_N == TILE_N,
+              "a warp group has 64 rows, whole slices");
 static_assert(TILE_K == 2 * LEAF && CTAS_PER_SM == 1, "a stage is two leaves; a CTA has the SM");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
@@ -64,17 +65,16 @@ DETKERN_INLINE void copy_words(uint32_t (&target)[WORDS], const uint32_t (&sourc
   for (int i = 0; i < WORDS; ++i) target[i] = source[i];
 }
 
-// Fragments of A that wgmma takes from registers, 16 rows of this warp by 16 k each: the matrices (m, k) = (0, 0), (8, 0),
-// (0, 8), (8, 8), as mma.m16n8k16 has them.
+// Fragments of A that wgmma takes from registers, 16 rows of this warp by 16 k each: the matrices (m, k) = (0, 0), (8,
+// 0), (0, 8), (8, 8), as mma.m16n8k16 has them.
 class FragmentsA {
  public:
   // row: of the warp's first, in the tile.
   DETKERN_INLINE explicit FragmentsA(int row) {
     const int lane = thread_index() % 32, matrix = lane / 8;
     const int m8 = row / 8 + matrix % 2, k8 = matrix / 2;
-    lane_ = LOAD_A == MN_MAJOR
-                ? (m8 / 8 * TILE_K + k8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((m8 % 8 ^ lane % 8) << 4)
-                : (m8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((k8 ^ lane % 8) << 4);
+    lane_ = LOAD_A == MN_MAJOR ? (m8 / 8 * TILE_K + k8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((m8 % 8 ^ lane % 8) << 4)
+                               : (m8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((k8 ^ lane % 8) << 4);
   }
 
   // 16 k, numbered `step`, of the tile at shared-memory address `tile`.
@@ -113,8 +113,8 @@ class Leaves {
     for (int slice = 0; slice < SLICES; ++slice) {
       float acc[SLICE_N / 2];
       wgmma_fence();
-      wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(
-          acc, a[0], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF)));
+      wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(acc, a[0],
+                                                       TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF)));
       wgmma<SLICE_N, OPERAND, false, TileB::TRANSPOSED>(
           acc, a[1], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF + 1)));
       wgmma_commit();
@@ -187,8 +187,8 @@ DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int
   return true;
 }
 
-// Writes any outputs, through the levels' memory: it is free once all consumers are here, and theirs again once all have
-// written.
+// Writes any outputs, through the levels' memory: it is free once all consumers are here, and theirs again once all
+// have written.
 DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, unsigned char* slabs,
                                          const uint32_t (&node)[WORDS]) {
   named_barrier<CONSUMERS * GROUP>(1);

@@ -2,14 +2,15 @@
 // wgmma's descriptors know them. Section numbers are those of the PTX ISA 8.x.
 //
 // A tile is made of swizzle atoms of eight rows of 128 bytes. K_MAJOR: a row is 64 k of one m or n; panels of 64 k lie
-// one behind another, each with all of the tile's rows. MN_MAJOR: a row is 64 m or n of one k; blocks of 64 m or n lie one
-// behind another, each with all of the tile's k. In an atom the 16-byte chunks of a row are permuted by XOR with the row.
+// one behind another, each with all of the tile's rows. MN_MAJOR: a row is 64 m or n of one k; blocks of 64 m or n lie
+// one behind another, each with all of the tile's k. In an atom the 16-byte chunks of a row are permuted by XOR with
+// the row.
 #pragma once
 
 #include "load.cuh"
 #include "wgmma_instruction.cuh"
 
-constexpr int ATOM = 64;             // elements of a row of an atom
+constexpr int ATOM = 64;  // elements of a row of an atom
 constexpr int ATOM_ROW_BYTES = 128;
 
 // LOAD: K_MAJOR or MN_MAJOR. ROWS: of m or n, EXTENT_K: of k, in the tile.
@@ -24,8 +25,8 @@ struct TmaTile {
   static_assert(EXTENT_K % ATOM == 0 && ROWS % (MN_ROWS ? ATOM : 8) == 0, "a tile must be whole atoms");
   static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
 
-  // The words of a descriptor (9.7.15.5.1.2) but for its address. Low: the offset between blocks of 64 m or n (where rows
-  // are along these); high: the offset between atoms, the swizzle of 128 bytes.
+  // The words of a descriptor (9.7.15.5.1.2) but for its address. Low: the offset between blocks of 64 m or n (where
+  // rows are along these); high: the offset between atoms, the swizzle of 128 bytes.
   static constexpr uint32_t DESCRIPTOR_LOW = (MN_ROWS ? EXTENT_K * ATOM_ROW_BYTES >> 4 : 1) << 16;
   static constexpr uint32_t DESCRIPTOR_HIGH = (8 * ATOM_ROW_BYTES >> 4) | 1u << 30;
 
@@ -39,8 +40,8 @@ struct TmaTile {
   // bytes, so an offset in the tile can be added (divided by 16).
   static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | address >> 4; }
 
-  // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these come
-  // between one wgmma and the next.
+  // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these
+  // come between one wgmma and the next.
   static DETKERN_INLINE uint64_t descriptor(uint32_t low, uint32_t offset) {
     return static_cast<uint64_t>(DESCRIPTOR_HIGH) << 32 | (low + offset / 16);
   }
@@ -50,8 +51,8 @@ struct TmaTile {
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier) {
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
-      copy_tensor_box(tile + box * BOX_BYTES, map, MN_ROWS ? row + box * ATOM : k + box * ATOM, MN_ROWS ? k : row, batch,
-                      barrier);
+      copy_tensor_box(tile + box * BOX_BYTES, map, MN_ROWS ? row + box * ATOM : k + box * ATOM, MN_ROWS ? k : row,
+                      batch, barrier);
     }
   }
 
@@ -69,7 +70,8 @@ DETKERN_INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" :::
 
 DETKERN_INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most PENDING of the warp group's latest groups are in flight; what earlier ones wrote is complete then.
+// Waits until at most PENDING of the warp group's latest groups are in flight; what earlier ones wrote is complete
+// then.
 template <int PENDING>
 DETKERN_INLINE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
