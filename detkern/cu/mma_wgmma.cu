@@ -15,8 +15,7 @@
 // 1 where TILE_M is GROUP_M); BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR); TILE_N (a width of
 // wgmma_instruction.cuh; of 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; IN_FLIGHT (1, 2); OUT_BOXES (boxes of 64
 // columns that a warp's slab holds, where TILE_N is a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which
-// leaves out the code for others); BAND (tile rows); PREFETCH (TILE_K-blocks of B fetched into L2 before an earlier
-// grid ends); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// leaves out the code for others); BAND (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
@@ -307,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     ring.init(CONSUMING_WARPS / TURNS);
     start_producing<(CONSUMING_WARPS + 1) * 32>();
     if (threadIdx.x % 32 == 0) {
-      produce<TileA, TileB, TILE_K, PREFETCH>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+      produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
     }
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();

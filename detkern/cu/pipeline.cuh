@@ -8,9 +8,9 @@
 #include "schedule.cuh"
 #include "wgmma.cuh"
 
+// For tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show.
 #ifndef JITTER
-#define JITTER \
-  0  // for tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show
+#define JITTER 0
 #endif
 
 // Sleeps up to two microseconds, at random.
@@ -135,10 +135,8 @@ DETKERN_INLINE void start_consuming() {
   wait_for_earlier_grid();
 }
 
-// Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. AHEAD: of the first tile's
-// B, so many blocks are fetched into L2 before the earlier grid is waited for: what it may still write to them reaches
-// L2 as well, so that no stale byte can be read.
-template <class TileA, class TileB, int BLOCK_K, int AHEAD, class RingType, class Position, class Walk>
+// Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread.
+template <class TileA, class TileB, int BLOCK_K, class RingType, class Position, class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
   // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too.
@@ -147,12 +145,6 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       TileB::BYTES +
       (TileA::MN_ROWS ? TileA::BYTES : static_cast<int>(min(p.m, int64_t(TileA::BYTES / rows_bytes))) * rows_bytes);
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
-  if (AHEAD > 0 && walk.more()) {
-    const OutputTile first = walk.output();
-    for (uint32_t block = 0; block < min(static_cast<uint32_t>(AHEAD), blocks); ++block) {
-      TileB::prefetch(map_b, first.column, block * BLOCK_K, batch_b ? first.batch : 0);
-    }
-  }
   wait_for_earlier_grid();
   for (; walk.more(); walk.step()) {
     const OutputTile tile = walk.output();

@@ -313,12 +313,6 @@ DETKERN_INLINE void store_tensor_wait_read() { asm volatile("cp.async.bulk.wait_
 // Waits until they are written.
 DETKERN_INLINE void store_tensor_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Fetches the box into L2.
-DETKERN_INLINE void prefetch_tensor_box(const TensorMap& map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
-
 // ---- grids behind one another (sm_90 and newer, 9.7.13.13) ----------------------------------------------------------
 
 // Waits until the grids that this one was launched behind are complete and their writes are seen. Nothing is read or

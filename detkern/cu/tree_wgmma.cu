@@ -2,7 +2,7 @@
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of SLICE_N
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64
 // columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep
 // the tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory.
 // One more warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
@@ -15,7 +15,7 @@
 // Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) -
 // 2), L = ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
-// leaves), STAGES, GROUPS_M, GROUPS_N, SLICE_N (64, 128), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
+// leaves), STAGES, GROUPS_M, GROUPS_N, REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
 // CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
@@ -26,6 +26,7 @@ constexpr int GROUP = 128;  // threads of a warp group
 constexpr int CONSUMERS = GROUPS_M * GROUPS_N;
 constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = (CONSUMERS + 1) * GROUP;
+constexpr int SLICE_N = 64;
 constexpr int SLICES = TILE_N / GROUPS_N / SLICE_N;
 constexpr int SLICE_WORDS = SLICE_N / 4;  // of two outputs, a thread
 constexpr int WORDS = SLICES * SLICE_WORDS;
@@ -267,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     ring.init(CONSUMING_WARPS);
     start_producing<(CONSUMING_WARPS + 1) * 32>();
     if (threadIdx.x % 32 == 0) {
-      produce<TileA, TileB, TILE_K, 0>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
+      produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();

@@ -55,14 +55,6 @@ struct TmaTile {
                       batch, barrier);
     }
   }
-
-  // The same into L2 alone.
-  static DETKERN_INLINE void prefetch(const TensorMap& map, int row, int k, int batch) {
-#pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      prefetch_tensor_box(map, MN_ROWS ? row + box * ATOM : k + box * ATOM, MN_ROWS ? k : row, batch);
-    }
-  }
 };
 
 // Orders this warp group's accesses to registers before its next wgmma (9.7.15.7.1).

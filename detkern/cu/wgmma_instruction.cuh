@@ -120,7 +120,6 @@ DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
 template <int WIDTH, int DTYPE, bool FROM_ZERO, int TRANSPOSED_B>
 DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], const uint32_t (&a)[4], uint64_t b) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "wgmma m64nNk16 is used for f16 and bf16");
-  static_assert(WIDTH == 64 || WIDTH == 128, "a width of wgmma that is written out here");
+  static_assert(WIDTH == 64, "the width of wgmma that is written out here");
   DETKERN_WIDTH_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38)
-  DETKERN_WIDTH_REGISTERS(128, 64, 65, 66, 67, 68, 69, 70)
 }
