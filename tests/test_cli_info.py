@@ -63,6 +63,21 @@ def test_settings_and_where_they_come_from(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (facts["cache"]["folder"], facts["cache"]["source"]) == (str(tmp_path), "environment DETKERN_CACHE_DIR")
 
 
+def test_the_dependent_launch_and_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DETKERN_DEPENDENT_LAUNCH", raising=False)
+    monkeypatch.setattr(config, "dependent_launch", True)
+    assert gathered()["dependent_launch"] == {"allowed": True, "source": "default"}
+    assert "dependent launch  on (default)" in CliRunner(env={"COLUMNS": "120"}).invoke(main, ["info"]).stdout
+    config.dependent_launch = False
+    assert gathered()["dependent_launch"] == {"allowed": False, "source": "set"}
+    assert "dependent launch  off (set)" in CliRunner(env={"COLUMNS": "120"}).invoke(main, ["info"]).stdout
+    for value in ("0", "1"):
+        monkeypatch.setenv("DETKERN_DEPENDENT_LAUNCH", value)
+        config.dependent_launch = value
+        wanted = {"allowed": value == "1", "source": "environment DETKERN_DEPENDENT_LAUNCH"}
+        assert gathered()["dependent_launch"] == wanted
+
+
 def test_a_missing_compiler_and_cache_are_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CXX", "no-such-compiler")

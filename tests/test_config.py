@@ -18,9 +18,9 @@ from detkern.dtypes import BF16, F16, F32
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = config.contract, config.num_threads, config.cache_dir
+    before = config.contract, config.num_threads, config.cache_dir, config.dependent_launch
     yield
-    config.contract, config.num_threads, config.cache_dir = before
+    config.contract, config.num_threads, config.cache_dir, config.dependent_launch = before
 
 
 def test_a_bare_name_binds_the_types_that_it_lists() -> None:
@@ -71,14 +71,17 @@ def test_settings_are_not_deleted() -> None:
      ("num_threads", 2.5, detkern.ArgumentError, "2.5"),
      ("cache_dir", 7, detkern.ArgumentError, "cache_dir must be a path"),
      ("cache_dir", "~nobody-of-this-name/x", detkern.ArgumentError, "home directory"),
-     ("precision", "high", detkern.ArgumentError, "no setting 'precision'; it has contract, num_threads and")],
+     ("precision", "high", detkern.ArgumentError, "it has contract, num_threads, cache_dir and dependent"),
+     ("dependent_launch", "yes", detkern.ArgumentError, "dependent_launch must be True or False (1 or 0 in the"),
+     ("dependent_launch", 0.5, detkern.ArgumentError, "not 0.5"),
+     ("dependent_launch", 2, detkern.ArgumentError, "not 2")],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: object, error: type, said: str) -> None:
-    config.contract, config.num_threads = "fma", 3
+    config.contract, config.num_threads, config.dependent_launch = "fma", 3, False
     with pytest.raises(error) as raised:
         setattr(config, name, value)
     assert said in str(raised.value)
-    assert (config.contract, config.num_threads) == ("fma", 3)
+    assert (config.contract, config.num_threads, config.dependent_launch) == ("fma", 3, False)
     assert configured_contract(BF16).name == "fma"
 
 
@@ -87,6 +90,16 @@ def test_paths_and_numbers_are_converted() -> None:
     assert config.cache_dir == Path.home() / "somewhere"
     config.num_threads = "4"
     assert config.num_threads == 4
+
+
+def test_the_dependent_launch_is_on_until_it_is_switched_off() -> None:
+    config.dependent_launch = None
+    assert config.dependent_launch is True
+    for off, on in ((False, True), ("0", "1")):
+        config.dependent_launch = off
+        assert config.dependent_launch is False
+        config.dependent_launch = on
+        assert config.dependent_launch is True
 
 
 def with_environment(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -98,6 +111,13 @@ def test_environment_variables() -> None:
     code = "from detkern import config; print(config.contract, config.num_threads, config.cache_dir)"
     ran = with_environment(code, DETKERN_CONTRACT="bf16=tree", DETKERN_NUM_THREADS="2", DETKERN_CACHE_DIR="/tmp/x")
     assert ran.stdout.split() == ["bf16=tree", "2", "/tmp/x"]
+    switch = "from detkern import config; print(config.dependent_launch)"
+    for value, wanted in (("0", "False"), ("1", "True"), ("", "True")):
+        assert with_environment(switch, DETKERN_DEPENDENT_LAUNCH=value).stdout.split() == [wanted]
+    assert (
+        "DETKERN_DEPENDENT_LAUNCH: dependent_launch must be"
+        in with_environment(switch, DETKERN_DEPENDENT_LAUNCH="off").stderr
+    )
     read = "import detkern; print('imported'); detkern.config.num_threads"
     ran = with_environment(read, DETKERN_NUM_THREADS="none")
     assert ran.returncode != 0

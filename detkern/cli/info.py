@@ -32,7 +32,12 @@ __all__ = ["info"]
 
 # Distributions whose versions matter for a report, looked up by name: nothing is imported for it.
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "triton", "cuda-bindings", "nvidia-cuda-nvrtc")
-_VARIABLES = {"contract": "DETKERN_CONTRACT", "num_threads": "DETKERN_NUM_THREADS", "cache_dir": "DETKERN_CACHE_DIR"}
+_VARIABLES = {
+    "contract": "DETKERN_CONTRACT",
+    "num_threads": "DETKERN_NUM_THREADS",
+    "cache_dir": "DETKERN_CACHE_DIR",
+    "dependent_launch": "DETKERN_DEPENDENT_LAUNCH",
+}
 
 
 @click.command()
@@ -63,6 +68,7 @@ def gather() -> dict[str, Any]:
         "compiler": _compiler(),
         "cache": _cache(),
         "threads": _threads(),
+        "dependent_launch": {"allowed": config.dependent_launch, "source": _source("dependent_launch")},
         "devices": [str(device) for device in devices()],
         "backends": _backends(),
         "defaults": _defaults(),
@@ -84,10 +90,12 @@ def _packages() -> dict[str, str | None]:
 
 def _source(setting: str) -> str:
     """Where a setting of detkern.config comes from."""
-    if getattr(config, setting) is None:
-        return "default"
+    value = getattr(config, setting)
     given = os.environ.get(_VARIABLES[setting])
-    return f"environment {_VARIABLES[setting]}" if given and str(getattr(config, setting)) == given else "set"
+    if value is None or (value is True and not given):
+        return "default"
+    text = str(int(value)) if isinstance(value, bool) else str(value)
+    return f"environment {_VARIABLES[setting]}" if given and text == given else "set"
 
 
 def _backends() -> list[dict[str, Any]]:
@@ -206,6 +214,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     table.add_row("  cache", f"{cache['folder']} ({cache['source']})" if cache["folder"] else cache["unusable"])
     count = facts["threads"]
     table.add_row("  CPU threads", f"{count['count']} of {count['available']} available ({count['source']})")
+    dependent = facts["dependent_launch"]
+    table.add_row("  dependent launch", f"{'on' if dependent['allowed'] else 'off'} ({dependent['source']})")
     console.print(table)
 
     table = section("backends")
