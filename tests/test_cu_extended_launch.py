@@ -1,0 +1,233 @@
+"""Launches of kernels that take tensor maps, on a driver that only takes notes: parameters, attributes, streams."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import cu_driver
+import pytest
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from detkern import config
+from detkern.backend import Execution
+from detkern.contracts import MMA16, TREE_MMA16, Contract
+from detkern.cu import extended_launch, geometry, launch
+from detkern.cu.device import CudaDevice
+from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
+from detkern.cu.geometry import Launch, Load, Tile
+from detkern.dtypes import BF16, E4M3, F32, DType
+from detkern.errors import DeviceError
+from detkern.problem import GemmProblem, gemm_problem
+from detkern.tensors import Device, TensorView
+
+DEVICE = Device("cuda", 1)
+BOTH = (Load.K_MAJOR, Load.K_MAJOR)
+FUNCTION = 77
+A, B, OUT, BIAS = 0x10000, 0x20000, 0x30000, 0x40000
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = config.dependent_launch
+    yield
+    config.dependent_launch = before
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> cu_driver.Bindings:
+    return cu_driver.install(monkeypatch, launch.PARAMS_BYTES)
+
+
+def _views(m: int = 256, n: int = 512, k: int = 320, out_dtype: DType = BF16) -> tuple[TensorView, ...]:
+    """x [m, k] and a weight [n, k], turned."""
+    return (
+        TensorView(A, (m, k), (k, 1), BF16, DEVICE),
+        TensorView(B, (k, n), (1, k), BF16, DEVICE),
+        TensorView(OUT, (m, n), (n, 1), out_dtype, DEVICE),
+    )
+
+
+def _problem(contract: Contract = MMA16, **sizes: Any) -> GemmProblem:
+    return gemm_problem(contract, *_views(**sizes), None, False)
+
+
+def _tile(contract: Contract = MMA16) -> Tile:
+    return next(tile for tile in geometry.tiles_for(contract, BF16) if tile.by_tma)
+
+
+def _extended(tile: Tile | None = None, **sizes: Any) -> ExtendedLaunch:
+    return ExtendedLaunch(FUNCTION, geometry.launch_for(_problem(**sizes), tile or _tile(), 132))
+
+
+BLOCK = bytes(range(256)) * (launch.PARAMS_BYTES // 256 + 1)
+PARAMS = BLOCK[: launch.PARAMS_BYTES]
+
+
+def test_parameters_are_the_block_and_the_maps_in_order(bindings: cu_driver.Bindings) -> None:
+    extended = _extended()
+    extended(PARAMS, A, B, OUT, 0x1234)
+    (one,) = bindings.launches
+    assert (one.function, one.params) == (FUNCTION, PARAMS)
+    assert [bindings.maps[number][2] for number in one.maps] == [A, B, OUT]
+    assert [bindings.maps[number][3] for number in one.maps] == [[320, 256, 1], [320, 512, 1], [512, 256, 1]]
+    chosen, made = extended.launch, one.configuration
+    assert (made.gridDimX, made.gridDimY, made.gridDimZ) == (chosen.grid, 1, 1)
+    assert (made.blockDimX, made.blockDimY, made.blockDimZ) == (chosen.threads, 1, 1)
+    assert (made.sharedMemBytes, made.hStream) == (chosen.build.shared_bytes, 0x1234)
+
+
+def test_an_output_that_the_kernel_writes_itself_has_no_map(bindings: cu_driver.Bindings) -> None:
+    """Any map will do in its place; the block says that it is none."""
+    extended = _extended(out_dtype=F32)
+    extended(PARAMS, A, B, OUT, 0)
+    (one,) = bindings.launches
+    assert [bindings.maps[number][2] for number in one.maps] == [A, B, A]
+
+
+def test_the_switch_sets_the_attribute_and_clears_it(bindings: cu_driver.Bindings) -> None:
+    extended = _extended()
+    for wanted in (True, False, True, False):
+        config.dependent_launch = wanted
+        extended(PARAMS, A, B, OUT, 0x1234)
+        made = bindings.launches[-1].configuration
+        assert made.numAttrs == len(made.attrs) == int(wanted)
+        if wanted:
+            (attribute,) = made.attrs
+            assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+            assert attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_a_stream_has_one_configuration_and_maps_are_made_once(
+    bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extended = _extended()
+    for _ in range(3):
+        for stream in (1, 2):
+            extended(PARAMS, A, B, OUT, stream)
+    by_stream = {one.configuration.hStream: one.configuration for one in bindings.launches}
+    assert len(bindings.launches) == 6
+    assert len({id(one.configuration) for one in bindings.launches}) == len(by_stream) == 2
+    assert len(bindings.maps) == 3
+    # Streams come and go; no more than a few are kept, and each launch still has its own.
+    monkeypatch.setattr(extended_launch, "_CONFIGURATIONS", 4)
+    for stream in range(100, 150):
+        extended(PARAMS, A, B, OUT, stream)
+        assert bindings.launches[-1].configuration.hStream == stream
+        assert len(extended._configurations) <= 4
+
+
+def test_a_refusal_is_named(bindings: cu_driver.Bindings) -> None:
+    extended = _extended()
+    extended(PARAMS, A, B, OUT, 0)
+    bindings.failure = cu_driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(LaunchFailure, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        extended(PARAMS, A, B, OUT, 0)
+
+
+class Runtime:
+    """CuPy's driver and runtime, of which a launch by TMA needs the current device alone."""
+
+    class Fault(Exception):
+        pass
+
+    CUDADriverError = CUDARuntimeError = Fault
+    device = 0
+
+    def getDevice(self) -> int:
+        return self.device
+
+    def setDevice(self, index: int) -> None:
+        self.device = index
+
+    def ctxGetCurrent(self) -> int:
+        return 1
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return False
+
+    def launchKernel(self, *arguments: int) -> None:
+        raise AssertionError("a launch by TMA goes through cuda-bindings")
+
+
+class Function:
+    ptr = FUNCTION
+
+
+@pytest.fixture
+def runtime(bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    fake = Runtime()
+    monkeypatch.setattr(launch, "driver", fake)
+    monkeypatch.setattr(launch, "runtime", fake)
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "_captured", [])
+    monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
+    monkeypatch.setattr(launch, "load_function", lambda *arguments: Function)
+    return fake
+
+
+def _allocate(size: int) -> TensorView:
+    return TensorView(0xABC00, (size,), (1,), E4M3, DEVICE)
+
+
+def _launch(
+    contract: Contract = MMA16, tile: Tile | None = None, bias: TensorView | None = None, **sizes: Any
+) -> Launch:
+    a, b, out = _views(**sizes)
+    problem = gemm_problem(contract, a, b, out, bias, False)
+    chosen = launch.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
+    launch.launch(problem, a, b, out, bias, Execution(DEVICE, 0x1234, _allocate), None if tile is None else chosen)
+    return chosen
+
+
+def test_a_product_on_hopper_goes_through_the_extended_launch(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    bias = TensorView(BIAS, (512,), (1,), F32, DEVICE)
+    for out_dtype in (BF16, F32):
+        chosen = _launch(bias=bias, out_dtype=out_dtype)
+        one = bindings.launches[-1]
+        assert chosen.build.source == "mma_wgmma.cu"
+        assert struct.unpack_from("<5Q", one.params) == (A, B, OUT, BIAS, 0)
+        problem = gemm_problem(MMA16, *_views(out_dtype=out_dtype), bias, False)
+        assert one.params[40:] == launch.pack_params(problem, out_dtype == BF16)
+        assert one.configuration.hStream == 0x1234
+    assert runtime.device == 0, "the earlier device is current again"
+
+
+def test_a_trees_scratch_is_in_its_parameters(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    chosen = _launch(TREE_MMA16, _tile(TREE_MMA16), k=65536)
+    assert chosen.scratch_bytes > 0
+    assert struct.unpack_from("<5Q", bindings.launches[-1].params)[4] == 0xABC00
+    assert [bindings.maps[number][2] for number in bindings.launches[-1].maps] == [A, B, A], "it writes no boxes"
+
+
+def test_a_plan_keeps_its_maps(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    for _ in range(3):
+        launch.launch(_problem(), *_views(), None, Execution(DEVICE, 0x1234, _allocate))
+    assert len(bindings.launches) == 3
+    assert len(bindings.maps) == 3
+    assert len(launch._plans) == 1
+
+
+def test_what_the_driver_answers_is_in_the_device_error(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    _launch()
+    bindings.failure = cu_driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(
+        DeviceError, match=r"cuda:1 reported CUDA_ERROR_ILLEGAL_ADDRESS at mma16 gemm of m=256, n=512, k=320"
+    ):
+        _launch()
+    assert runtime.device == 0
+
+
+def test_the_real_bindings_take_the_configuration() -> None:
+    """Without a driver a configuration can still be made, and says what was put in."""
+    config.dependent_launch = True
+    extended = _extended()
+    made = extended._configure(0x1234, True)
+    assert int(made.hStream) == 0x1234
+    assert (made.gridDimX, made.blockDimX) == (extended.launch.grid, extended.launch.threads)
+    assert made.numAttrs == 1
+    assert made.attrs[0].id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    assert made.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    assert extended._configure(0, False).numAttrs == 0
