@@ -592,17 +592,29 @@ def test_the_general_kernel_takes_every_product(
     h200 = device.CudaDevice(0, "NVIDIA H200", "", (9, 0), 132, "580.1")
     monkeypatch.setattr(device, "describe", lambda index: h200)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
-    launched: list[Any] = []
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    planned: list[Any] = []
+    enqueued: list[Any] = []
+    real = launch.plan_for
+
+    def plan_for(problem: Any, facts: Any, stream: int, chosen: Any) -> Any:
+        planned.append((problem, chosen))
+        return real(problem, facts, stream, chosen)
+
+    monkeypatch.setattr(launch, "load_function", lambda *arguments: types.SimpleNamespace(ptr=1))
+    monkeypatch.setattr(launch, "plan_for", plan_for)
+    monkeypatch.setattr(launch, "enqueue", lambda *arguments: enqueued.append(arguments))
     for n, k in ((256, 7168), (1000, 4104)):
         product = Product(Layer("a", "b", n, k), m, op, contract, "bfloat16")
         operands = Operands([product], {product: 1}, "cpu")
         a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
-        gemm_bits.run_general(product, a, b, out)
-        problem, left, right, result, bias, _, chosen = launched[-1]
+        said = gemm_bits.run_general(product, a, b, out)
+        problem, chosen = planned[-1]
+        plan, left, right, result, bias, execution = enqueued[-1]
         rows, columns = product.matrix("out")
         inner = {"forward": k, "da": n, "db": m}[op]
         assert (problem.m, problem.n, problem.k, bias) == (rows, columns, inner, None)
         assert (left.pointer, right.pointer, result.pointer) == (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        assert (plan.launch, plan.function, execution.stream) == (chosen, 1, 0)
+        assert said == f"{chosen.build.source} {chosen.tile}"
         assert chosen.build.source == {"mma16": "mma.cu", "tree-mma16": "tree_mma.cu"}[contract]
         assert (chosen.load_a, chosen.load_b) in chosen.tile.loads

@@ -189,11 +189,12 @@ def test_the_check_reaches_starting_accumulators_and_every_kind() -> None:
 
 
 def test_explain_names_kernel_tile_and_geometry(on: Callable[..., cuda.CudaBackend]) -> None:
-    kernel = on((9, 0)).kernel(_problem(MMA16, BF16))
-    assert kernel.name == "mma16 (mma.cu)"
-    assert "a k-major, b mn-major" in kernel.tile
-    assert "threads" in kernel.geometry
-    assert kernel.scratch_bytes == 0
+    for capability, source in (((9, 0), "mma_wgmma.cu"), ((10, 0), "mma.cu")):
+        kernel = on(capability).kernel(_problem(MMA16, BF16))
+        assert kernel.name == f"mma16 ({source})"
+        assert "a k-major, b mn-major" in kernel.tile
+        assert "threads" in kernel.geometry
+        assert kernel.scratch_bytes == 0
 
 
 class _Runtime:

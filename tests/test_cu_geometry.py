@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
-from detkern.cu.geometry import Load, choose, fits, launch_for, load_paths, tiles_for
+from detkern.cu.geometry import Load, Tile, candidates, choose, fits, launch_for, load_paths, takes, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.errors import DeviceError
 from detkern.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
@@ -26,13 +26,45 @@ def _view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, pointe
 def _problem(
     contract: Contract, m: int, n: int, k: int, dtype: DType = BF16, batch: tuple[int, ...] = ()
 ) -> GemmProblem:
-    """Row-major a, b and out."""
+    """Row-major a, b and out, rows at multiples of 16 bytes."""
+    return _laid_out(contract, m, n, k, (Load.K_MAJOR, Load.MN_MAJOR), dtype, dtype, batch)
 
-    def view(rows: int, columns: int) -> TensorView:
-        shape = (*batch, rows, columns)
-        return _view(shape, tuple(np.cumprod((1, *shape[:0:-1]), dtype=int)[::-1].tolist()), dtype)
 
-    return gemm_problem(contract, view(m, k), view(k, n), view(m, n), None, False)
+def _laid_out(
+    contract: Contract,
+    m: int,
+    n: int,
+    k: int,
+    loads: tuple[Load, Load],
+    dtype: DType = BF16,
+    out_dtype: DType = BF16,
+    batch: tuple[int, ...] = (),
+) -> GemmProblem:
+    """a and b for these load paths, lines at multiples of 16 bytes (STRIDED: rows that are not), and a row-major out."""
+
+    def view(rows: int, columns: int, by_columns: bool, dtype: DType, padding: int = 0) -> TensorView:
+        lines, length = (columns, rows) if by_columns else (rows, columns)
+        unit = 16 // dtype.itemsize
+        line = -(-length // unit) * unit + padding
+        strides = [1, line] if by_columns else [line, 1]
+        step = line * lines
+        for size in reversed(batch):
+            strides.insert(0, step)
+            step *= size
+        return _view((*batch, rows, columns), tuple(strides), dtype)
+
+    return gemm_problem(
+        contract,
+        view(m, k, loads[0] == Load.MN_MAJOR, dtype, loads[0] == Load.STRIDED),
+        view(k, n, loads[1] == Load.K_MAJOR, dtype, loads[1] == Load.STRIDED),
+        view(m, n, False, out_dtype),
+        None,
+        False,
+    )
+
+
+def _by_tma(contract: Contract = MMA16) -> list[Tile]:
+    return [tile for tile in tiles_for(contract, BF16) if tile.by_tma]
 
 
 def test_every_contract_but_fp8_has_tiles_for_all_its_operands() -> None:
@@ -105,10 +137,17 @@ def test_a_single_row_column_or_k_needs_no_aligned_line() -> None:
 
 
 def test_choice_covers_the_device_before_it_takes_the_largest_tile() -> None:
-    largest = choose(_problem(MMA16, 8192, 8192, 4096), HOPPER, 132).tile
-    small = choose(_problem(MMA16, 64, 2048, 4096), HOPPER, 132).tile
-    assert largest["TILE_M"] * largest["TILE_N"] == max(t["TILE_M"] * t["TILE_N"] for t in tiles_for(MMA16, BF16))
-    assert small["TILE_M"] * small["TILE_N"] < largest["TILE_M"] * largest["TILE_N"]
+    def area(tile: Tile) -> int:
+        return tile["TILE_M"] * tile["TILE_N"]
+
+    for capability in (HOPPER, (10, 0)):
+        largest = choose(_problem(MMA16, 8192, 8192, 4096), capability, 132).tile
+        small = choose(_problem(MMA16, 64, 2048, 4096), capability, 132)
+        all_areas = [area(tile) for tile in tiles_for(MMA16, BF16) if fits(tile, capability)]
+        assert area(largest) >= 0.75 * max(all_areas)
+        assert area(small.tile) < area(largest) / 4
+        assert small.grid > 132 // 5
+    assert area(largest) == max(all_areas), "of the general kernel, whose tiles lose less the larger they are"
 
 
 def test_gathered_operands_get_a_tile_that_takes_them() -> None:
@@ -129,7 +168,11 @@ def test_a_launch_names_everything_that_its_kernel_needs(contract: Contract) -> 
     assert (macros["LOAD_A"], macros["LOAD_B"]) == (1, 2)
     assert macros["SMEM_BYTES"] == launch.build.shared_bytes
     assert ("MMA_K" in macros) == (contract in (MMA16, MMA8))
-    assert launch.threads == 32 * macros["WARPS_M"] * macros["WARPS_N"]
+    if launch.tile.table == "tree_wgmma":
+        assert launch.threads == 128 * (macros["GROUPS_M"] * macros["GROUPS_N"] + 1)
+    else:
+        assert launch.threads == 32 * macros["WARPS_M"] * macros["WARPS_N"]
+    assert (launch.maps is not None) == launch.tile.by_tma
     assert len(macros) == len(launch.build.macros)
 
 
@@ -138,7 +181,6 @@ def test_wgmma_computes_tree_mma16_on_hopper_alone_and_not_what_must_be_gathered
     assert choose(problem, HOPPER, 132).build.source == "tree_wgmma.cu"
     for capability in ((10, 0), (12, 0)):
         assert choose(problem, capability, 132).build.source == geometry.source_of(TREE_MMA16) == "tree_mma.cu"
-    assert choose(_problem(TREE_MMA16, 64, 64, 4096), HOPPER, 132).build.source == "tree_mma.cu"
     a, b = _view((4096, 4096), (4097, 1), BF16), _view((4096, 4096), (4096, 1), BF16)
     gathered = gemm_problem(TREE_MMA16, a, b, _view((4096, 4096), (4096, 1), BF16), None, False)
     assert choose(gathered, HOPPER, 132).build.source == "tree_mma.cu"
@@ -151,9 +193,11 @@ def test_grid_is_a_cta_a_tile_up_to_what_a_grid_can_count() -> None:
     assert launch_for(_problem(FMA, rows * 2**20, columns * 2**20, 5, F32), tile, 132).grid == 2**31 - 1
 
 
-@pytest.mark.parametrize(("contract", "in_registers"), [(TREE, 0), (TREE_MMA16, 2)], ids=str)
-def test_scratch_of_a_tree_is_its_upper_levels_for_each_cta_that_runs(contract: Contract, in_registers: int) -> None:
+@pytest.mark.parametrize("contract", [TREE, TREE_MMA16], ids=str)
+def test_scratch_of_a_tree_is_its_upper_levels_for_each_cta_that_runs(contract: Contract) -> None:
     for tile in tiles_for(contract, BF16):
+        # Of the tensor-core trees, nodes of up to four leaves, and what wgmma's table says besides.
+        in_registers = 0 if contract == TREE else 2 + dict(tile.macros).get("REGISTER_LEVELS", 0)
         level = 2 * tile["TILE_M"] * tile["TILE_N"]
         for leaves, levels in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (65, 7), (2**20, 20), (2**20 + 1, 21)):
             for k in (32 * leaves, 32 * leaves - 31):
@@ -162,7 +206,161 @@ def test_scratch_of_a_tree_is_its_upper_levels_for_each_cta_that_runs(contract: 
                 assert launch.scratch_bytes == launch.grid * outside * level
                 if outside:
                     assert launch.grid == 132 * tile["CTAS_PER_SM"]
+    assert not tile.by_tma, "the last tile takes a product without k"
     assert launch_for(_problem(contract, 100, 100, 0), tile, 132).scratch_bytes == 0
+
+
+def test_labels_tell_the_tiles_of_a_contract_apart() -> None:
+    """tuned.json names tiles by them."""
+    for contract in KERNELS:
+        for operand in contract.operands:
+            labels = [str(tile) for tile in tiles_for(contract, operand)]
+            assert len(set(labels)) == len(labels)
+
+
+def test_ctas_of_tma_kernels_are_those_that_run_at_once() -> None:
+    for contract in (MMA16, TREE_MMA16):
+        for tile in _by_tma(contract):
+            loads = min(tile.loads)
+            for m, n in ((1, 1), (1, 3000), (8000, 8000), (tile["TILE_M"], 3 * tile["TILE_N"])):
+                problem = _laid_out(contract, m, n, 200, loads)
+                for multiprocessors in (132, 113):
+                    tiles = -(-m // tile["TILE_M"]) * -(-n // tile["TILE_N"])
+                    grid = launch_for(problem, tile, multiprocessors).grid
+                    assert grid == min(tiles, multiprocessors * tile["CTAS_PER_SM"])
+
+
+def test_a_tile_that_holds_fewer_rows_than_it_multiplies_is_for_as_few() -> None:
+    """The rows that are not copied are whatever shared memory holds."""
+    few = [tile for tile in _by_tma() if tile["BOX_M"] < tile["TILE_M"]]
+    assert {tile["BOX_M"] for tile in few} >= {16, 32}
+    for tile in few:
+        for m in (1, tile["BOX_M"], tile["BOX_M"] + 1, 64, 65, 1000):
+            problem = _laid_out(MMA16, m, 512, 512, (Load.K_MAJOR, Load.K_MAJOR))
+            assert takes(problem, tile, (Load.K_MAJOR, Load.K_MAJOR)) == (m <= tile["BOX_M"])
+            assert (tile in candidates(problem, HOPPER, load_paths(problem))) == (m <= tile["BOX_M"])
+
+
+def test_a_tile_that_writes_by_tma_alone_takes_outputs_that_tma_can_write() -> None:
+    boxed = [tile for tile in _by_tma() if tile["OUT_TMA"]]
+    assert boxed
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    for tile in boxed:
+        assert takes(_laid_out(MMA16, 100, 512, 512, both), tile, both)
+        assert takes(_laid_out(MMA16, 100, 512, 512, both, out_dtype=F16), tile, both)
+        assert not takes(_laid_out(MMA16, 100, 512, 512, both, out_dtype=F32), tile, both)
+        assert not takes(_laid_out(MMA16, 100, 511, 512, both), tile, both)
+
+
+def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
+    for tile in _by_tma():
+        for loads in itertools.product(Load, Load):
+            problem = _laid_out(MMA16, 16, 512, 512, loads)
+            assert load_paths(problem) == loads
+            assert takes(problem, tile, loads) == (loads in tile.loads)
+
+
+def test_boxes_hold_the_rows_that_there_are() -> None:
+    """The kernel counts the bytes of boxes of as many rows: a's no more than m."""
+    for contract in (MMA16, TREE_MMA16):
+        for tile in _by_tma(contract):
+            for loads in sorted(tile.loads):
+                for m in (1, 7, 9, 16, 24, 33, 100, 300):
+                    problem = _laid_out(contract, m, 100, 70, loads)
+                    if not takes(problem, tile, loads):
+                        continue
+                    maps = launch_for(problem, tile, 132).maps
+                    assert maps is not None
+                    most = dict(tile.macros).get("BOX_M", tile["TILE_M"])
+                    rows = min(m, most)
+                    if loads[0] == Load.MN_MAJOR:
+                        assert maps.a.rows == tile["TILE_K"]
+                    else:
+                        assert maps.a.rows == rows
+                    assert maps.b.rows == (tile["TILE_N"] if loads[1] == Load.K_MAJOR else tile["TILE_K"])
+                    assert max(maps.a.rows, maps.b.rows) <= 256
+                    assert maps.out is None, "rows of 100 elements are not of whole 16 bytes"
+                    written = launch_for(_laid_out(contract, m, 104, 70, loads), tile, 132).maps
+                    assert written is not None
+                    assert (written.out is not None) == (tile.table == "mma_wgmma")
+                    if written.out is not None:
+                        assert (written.out.rows, written.out.sizes) == (16, (104, m, 1))
+
+
+def _unusual() -> list[tuple[str, GemmProblem]]:
+    """Operands on the vector load paths that TMA cannot describe."""
+    b, out = _view((256, 256), (1, 256), BF16), _view((256, 256), (256, 1), BF16)
+
+    def with_a(a: TensorView, b: TensorView = b, out: TensorView = out) -> GemmProblem:
+        return gemm_problem(MMA16, a, b, out, None, False)
+
+    batch = (2, 3)
+    return [
+        ("reversed rows", with_a(_view((256, 256), (-256, 1), BF16))),
+        ("overlapping rows", with_a(_view((256, 256), (128, 1), BF16))),
+        ("one row for all", with_a(_view((256, 256), (0, 1), BF16))),
+        (
+            "two batch dimensions",
+            with_a(
+                _view((*batch, 256, 256), (256 * 256, 3 * 2**17, 256, 1), BF16),
+                _view((*batch, 256, 256), (256 * 256, 2**18, 1, 256), BF16),
+                _view((*batch, 256, 256), (256 * 256, 2**19, 256, 1), BF16),
+            ),
+        ),
+        (
+            "a batch that runs backwards",
+            with_a(
+                _view((3, 256, 256), (-256 * 256, 256, 1), BF16),
+                _view((3, 256, 256), (2**17, 1, 256), BF16),
+                _view((3, 256, 256), (2**18, 256, 1), BF16),
+            ),
+        ),
+        ("no k", _laid_out(MMA16, 256, 256, 0, (Load.K_MAJOR, Load.K_MAJOR))),
+    ]
+
+
+@pytest.mark.parametrize(("what", "problem"), _unusual(), ids=[what for what, _ in _unusual()])
+def test_what_tma_cannot_describe_goes_to_the_general_kernel(what: str, problem: GemmProblem) -> None:
+    loads = load_paths(problem)
+    assert Load.STRIDED not in loads
+    assert choose(problem, HOPPER, 132).build.source == "mma.cu"
+    for tile in _by_tma():
+        assert not takes(problem, tile, loads)
+    with pytest.raises(DeviceError, match="TMA cannot describe the operands"):
+        launch_for(problem, _by_tma()[0], 132)
+
+
+def test_without_cuda_bindings_there_are_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "available", lambda: False)
+    for contract, source in ((MMA16, "mma.cu"), (TREE_MMA16, "tree_mma.cu")):
+        assert choose(_problem(contract, 4096, 4096, 4096), HOPPER, 132).build.source == source
+
+
+def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR))
+    predicted = choose(problem, HOPPER, 132).tile
+    others = [tile for tile in candidates(problem, HOPPER, load_paths(problem)) if tile != predicted]
+    asked = []
+    known: list[str] = []
+
+    def labels(*arguments: object) -> tuple[str, ...]:
+        asked.append(arguments)
+        return tuple(known)
+
+    monkeypatch.setattr(geometry, "labels", labels)
+    known[:] = [str(others[0])]
+    assert choose(problem, HOPPER, 132).tile == others[0]
+    assert asked[-1] == ("mma16", "KK", 40, 4096, 4096, 132)
+    known[:] = [str(others[3]), str(predicted), "1x2x3x4"]
+    assert choose(problem, HOPPER, 132).tile == predicted, "of several, the one that is predicted to be fastest"
+    # Tiles that there are none of, or that cannot compute the problem.
+    few = next(str(tile) for tile in _by_tma() if tile["BOX_M"] < 40)
+    for found in (["1x2x3x4"], [few], []):
+        known[:] = found
+        assert choose(problem, HOPPER, 132).tile == predicted
+    asked.clear()
+    choose(_laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR), batch=(7,)), HOPPER, 132)
+    assert asked == [], "batches were not measured"
 
 
 def test_plain_chains_need_no_scratch() -> None:

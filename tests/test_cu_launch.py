@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import cu_driver
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -63,7 +64,7 @@ def test_every_field_is_where_the_header_says() -> None:
         "a": (1,), "b": (2,), "out": (3,), "bias": (4,), "scratch": (5,),
         "m": (7,), "n": (9,), "k": (11,),
         "a_row": (13,), "a_col": (1,), "b_row": (17,), "b_col": (2,), "out_row": (1,), "out_col": (19,),
-        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,),
+        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_by_tma": (0,), "reserved": (0,),
         "batch_shape": (*batch, *rest), "a_batch": (1000, 200, *rest), "b_batch": (0, 300, *rest),
         "out_batch": (-900, 150, *rest),
     }  # fmt: skip
@@ -76,6 +77,10 @@ def test_no_bias_is_type_zero() -> None:
     assert struct.unpack_from(form, block, offset) == (0,)
     offset, form = _fields()["accumulate"]
     assert struct.unpack_from(form, block, offset) == (1,)
+    offset, form = _fields()["out_by_tma"]
+    for given in (False, True):
+        block = bytes(40) + launch.pack_params(gemm_problem(FMA, plain, plain, plain, None, False), given)
+        assert struct.unpack_from(form, block, offset) == (int(given),)
 
 
 class Driver:
@@ -228,7 +233,10 @@ def test_more_batch_dimensions_than_a_launch_takes_become_launches(driver: Drive
 
 
 @pytest.mark.parametrize("contract", [TREE, TREE_MMA16], ids=str)
-def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(contract: Any, driver: Driver) -> None:
+def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(
+    contract: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bindings = cu_driver.install(monkeypatch, launch.PARAMS_BYTES)  # a kernel that takes tensor maps is launched there
     sizes = []
 
     class Memory(cupy.ndarray):
@@ -246,7 +254,8 @@ def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(contract: Any, d
     wanted = launch.choose(problem, (9, 0), 132).scratch_bytes
     assert wanted > 0
     assert sizes == [wanted, wanted]
-    assert [struct.unpack_from("<5Q", one["params"])[4] for one in driver.launches] == [0xABC00] * 2
+    blocks = [one["params"] for one in driver.launches] + [one.params for one in bindings.launches]
+    assert [struct.unpack_from("<5Q", block)[4] for block in blocks] == [0xABC00] * 2
     assert len(launch._captured) == 1
 
 
