@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
 import detkern
 from detkern.backend import Execution
@@ -15,8 +18,8 @@ from detkern.contracts import CONTRACTS, MMA8, Contract
 from detkern.cu import ahead, column_sum, geometry
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
-from detkern.dtypes import E4M3, DType, from_numpy
-from detkern.problem import gemm_problem
+from detkern.dtypes import BF16, E4M3, DType, from_numpy
+from detkern.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)
@@ -119,6 +122,47 @@ def vector(host: np.ndarray) -> TensorView:
     return TensorView(memory.data.ptr, host.shape, (1,), dtype, DEVICE, array=memory)
 
 
+def batched(host: np.ndarray, dtype: DType, axes: tuple[int, ...]) -> TensorView:
+    """The host array in device memory with its axes stored in the order `axes`, seen in its own order."""
+    import cupy
+
+    stored = np.ascontiguousarray(host.view(dtype.bits).transpose(axes))
+    memory = cupy.asarray(stored)
+    strides = [0] * host.ndim
+    for place, axis in enumerate(axes):
+        strides[axis] = math.prod(stored.shape[place + 1 :])
+    return TensorView(memory.data.ptr, host.shape, tuple(strides), dtype, DEVICE, array=memory)
+
+
+def random_bfloat16(memory: Any, seed: int = 0) -> None:
+    """Fill a CuPy array of uint16 with bf16 numbers from 1/2 to 2 of either sign, by a hash of the index: for what is too
+    large to be made on the host."""
+    import cupy
+
+    # Signs and significands from a hash of the index, exponents of numbers near one.
+    fill = cupy.ElementwiseKernel(
+        "int64 start",
+        "uint16 bits",
+        """
+        unsigned long long x = (unsigned long long)(start + i) * 0x9E3779B97F4A7C15ULL;
+        x ^= x >> 29;
+        x *= 0xBF58476D1CE4E5B9ULL;
+        x ^= x >> 32;
+        bits = (unsigned short)((x & 0x100) << 7 | 0x3F00 | (x & 0xFF));
+        """,
+        "fill_with_bfloat16",
+    )
+    flat, part = memory.reshape(-1), 2**28
+    for start in range(0, flat.size, part):
+        fill((seed << 40) + start, flat[start : start + part])
+
+
+def bfloat16_view(memory: Any) -> TensorView:
+    """A CuPy array of uint16 as bf16."""
+    strides = tuple(stride // 2 for stride in memory.strides)
+    return TensorView(memory.data.ptr, memory.shape, strides, BF16, DEVICE, array=memory)
+
+
 def allocate(size: int) -> TensorView:
     import cupy
 
@@ -142,29 +186,54 @@ def run(
 ) -> geometry.Launch:
     """Launch on views, straight through the launch code: also what the backend would refuse. Returns what was launched.
 
-    tile, loads, grid: instead of what the tables give. memory: where scratch comes from.
+    tile, loads, grid: instead of what the tables give; memory: where scratch comes from.
     """
     from detkern.cu import launch
 
     problem = gemm_problem(contract, a, b, out, bias, accumulate)
+    execution = Execution(DEVICE, stream, memory)
     facts = describe(DEVICE.index)
-    chosen = geometry.choose(problem, facts.capability, facts.multiprocessors)
-    if tile is not None or loads is not None:
-        chosen = geometry.launch_for(problem, tile or chosen.tile, facts.multiprocessors, loads)
+    if tile is None and loads is None and grid is None:
+        launch.launch(problem, a, b, out, bias, execution)
+        plan = launch._plans.get(problem)  # none of a product that launches nothing
+        return geometry.choose(problem, facts.capability, facts.multiprocessors) if plan is None else plan.launch
+    tile = tile or geometry.choose(problem, facts.capability, facts.multiprocessors).tile
+    chosen = geometry.launch_for(problem, tile, facts.multiprocessors, loads)
     if grid is not None:
         chosen = replace(chosen, grid=min(grid, chosen.grid))
-    launch.launch(problem, a, b, out, bias, Execution(DEVICE, stream, memory), chosen)
+    launch.launch(problem, a, b, out, bias, execution, chosen)
     return chosen
 
 
-def tiles_here(contract: Contract, operand: DType, loads: tuple[geometry.Load, geometry.Load]) -> list[geometry.Tile]:
-    """The tiles that this device can run on these load paths."""
+def tiles_here(problem: GemmProblem, loads: tuple[geometry.Load, geometry.Load]) -> list[geometry.Tile]:
+    """The tiles by which this device can compute the problem on these load paths."""
     capability = describe(DEVICE.index).capability
     return [
         tile
-        for tile in geometry.tiles_for(contract, operand)
-        if geometry.fits(tile, capability) and loads in tile.loads
+        for tile in geometry.tiles_for(problem.contract, problem.a.dtype)
+        if geometry.fits(tile, capability) and geometry.takes(problem, tile, loads)
     ]
+
+
+def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
+    """All tiles of the kernels for every device; of the wgmma kernels' many, the first of each way in which their warps
+    work together, hold rows and write."""
+    seen = set()
+    result = []
+    for tile in tiles:
+        macros = dict(tile.macros)
+        sizes = ("GROUP_M", "IN_TURN", "IN_FLIGHT", "OUT_TMA", "WARPS_M", "BOX_M", "GROUPS_M")
+        kind = (tile.table, *(macros.get(name) for name in sizes), tile["TILE_N"] % 64 == 0)
+        if not tile.by_tma or kind not in seen:
+            result.append(tile)
+        seen.add(kind)
+    return result
+
+
+def skip_without_wgmma() -> None:
+    """Skips a test where the device has no wgmma."""
+    if describe(DEVICE.index).capability != (9, 0):
+        pytest.skip("gpu: wgmma needs a device of compute capability 9.0")
 
 
 def replay(

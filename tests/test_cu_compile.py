@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from cu_device import one_of_each_organisation
 
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import column_sum, geometry, loader
@@ -55,7 +56,9 @@ ARCHITECTURES = {
     "sm_100a": (10, 0),
     "sm_120": (12, 0),
 }
-# The most registers a thread may have, by tile. Each must leave room for the CTAs that the table promises an SM.
+# The most registers a thread may have, by tile, of the kernels for every device. The wgmma kernels have many tiles, and
+# one bound: the register file, which is shared out among the CTAs that the table promises an SM (on average, where warp
+# groups change their shares when they start).
 REGISTERS = {
     ("fma", "128x128x8"): 255,
     ("fma", "64x64x16"): 128,
@@ -69,7 +72,6 @@ REGISTERS = {
     ("mma", "64x64x64"): 168,
     ("mma", "32x64x128"): 128,
     ("mma", "16x32x128"): 128,
-    ("tree_wgmma", "128x256x32"): 168,  # on average: its warp groups change their shares when they start
     ("tree_mma", "128x128x64"): 200,
     ("tree_mma", "64x64x64"): 168,
     ("tree_mma", "16x64x128"): 168,
@@ -104,8 +106,8 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     """On sm_90a all tiles, with the load paths and the 16-bit types (whose code differs in the conversions alone) going
-    round, and the gathering path of each kernel; on the others each contract's tile for any strides, or the largest that
-    fits of the tensor-core ones in turn."""
+    round, the gathering path of each kernel, and every load path of one tile of each tensor-core kernel; on the others
+    each contract's tile for any strides, or the largest that fits of the tensor-core ones in turn."""
     number = 0
 
     def turn(tile: Tile) -> tuple[Load, Load]:
@@ -119,6 +121,11 @@ def _cases() -> Iterator[Case]:
                 yield Case("sm_90a", contract, operand, tile, turn(tile))
             if (Load.STRIDED, Load.STRIDED) in tile.loads:
                 yield Case("sm_90a", contract, operand, tile, (Load.STRIDED, Load.STRIDED))
+    for contract in (MMA16, TREE_MMA16):
+        for tile in on_every_path(tiles_for(contract, BF16)):
+            for loads in sorted(tile.loads):
+                number += 1
+                yield Case("sm_90a", contract, (F16, BF16)[number % 2], tile, loads)
     for architecture, capability in ARCHITECTURES.items():
         if architecture == "sm_90a":
             continue
@@ -136,18 +143,37 @@ def gathering(tiles: list[Tile]) -> Tile:
     return next(tile for tile in tiles if (Load.STRIDED, Load.STRIDED) in tile.loads)
 
 
-CASES = list(_cases())
+def on_every_path(tiles: tuple[Tile, ...]) -> Iterator[Tile]:
+    """The largest tile of the wgmma kernel, and the smallest for any strides of the other."""
+
+    def area(tile: Tile) -> int:
+        return tile["TILE_M"] * tile["TILE_N"]
+
+    yield max((tile for tile in tiles if tile.by_tma), key=area)
+    yield min((tile for tile in tiles if (Load.STRIDED, Load.STRIDED) in tile.loads), key=area)
+
+
+CASES = list(dict.fromkeys(_cases()))
+
+
+# Of the wgmma kernels' tiles, one of each organisation is disassembled, which takes a third of the time: the others'
+# machine code differs from it in sizes. What the compiler says of registers is known of all.
+DISASSEMBLED = frozenset(
+    tile for contract in (FMA, TREE, MMA16, MMA8, TREE_MMA16) for operand in contract.operands
+    for tile in one_of_each_organisation(list(tiles_for(contract, operand)))
+)  # fmt: skip
 
 
 def _compile(case: Case) -> tuple[str, str]:
-    """(log, machine code) of a case."""
-    return _compile_build(build_for(case.contract, case.operand, case.tile, *case.loads), case.architecture)
+    """(log, machine code) of a case; no code where it is not disassembled."""
+    build = build_for(case.contract, case.operand, case.tile, *case.loads)
+    return _compile_build(build, case.architecture, case.tile in DISASSEMBLED)
 
 
-def _compile_build(build: loader.KernelBuild, architecture: str) -> tuple[str, str]:
+def _compile_build(build: loader.KernelBuild, architecture: str, disassembled: bool = True) -> tuple[str, str]:
     """(log, machine code); runs in a process of its own."""
     image, log = loader.compile_kernel(build, architecture, ("--ptxas-options=-v",))
-    return log, _disassemble(image)
+    return log, _disassemble(image) if disassembled else ""
 
 
 def _disassemble(image: bytes) -> str:
@@ -174,16 +200,43 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
     log, code = compiled[case].result()
     registers = _registers(log)
     build = build_for(case.contract, case.operand, case.tile, *case.loads)
-    assert registers <= REGISTERS[case.tile.table, str(case.tile)]
+    assert registers <= (255 if case.tile.by_tma else REGISTERS[case.tile.table, str(case.tile)])
     assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
     assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
+    if case.tile not in DISASSEMBLED:
+        assert case.tile.by_tma
+        return
     instructions = _instructions(code)
     assert len(instructions) > 200
-    needed = "HGMMA.64x64x16" if case.tile.table == "tree_wgmma" else NEEDED[case.contract]
-    assert any(name.startswith(needed) for name in instructions), needed
+    for needed in _needed(case):
+        assert any(name.startswith(needed) for name in instructions), needed
     for name in instructions:
         assert not name.startswith(FORBIDDEN[case.contract]), name
+        assert not name.startswith("HMMA") or not case.tile.by_tma, name
+        assert name != "NANOSLEEP", "only the builds for tests sleep"
         _check_instruction(name)
+
+
+def _needed(case: Case) -> list[str]:
+    tile = case.tile
+    if not tile.by_tma:
+        return [NEEDED[case.contract]]
+    width = 64 if tile.table == "tree_wgmma" else tile["TILE_N"]
+    # The products, the copies, and the waiting for an earlier grid and letting the next one start.
+    needed = [f"HGMMA.64x{width}x16", "UTMALDG.3D", "ACQBULK", "PREEXIT"]
+    needed += ["UTMASTG.3D"] if tile.stores_by_tma and width % 64 == 0 else []
+    return needed
+
+
+def test_builds_that_sleep_compile() -> None:
+    """For the tests of races on a GPU."""
+    for contract in (MMA16, TREE_MMA16):
+        tile = next(tile for tile in tiles_for(contract, BF16) if tile.by_tma)
+        build = build_for(contract, BF16, tile, Load.K_MAJOR, Load.K_MAJOR)
+        for jitter in (1, 2):
+            log, code = _compile_build(replace(build, macros=(*build.macros, ("JITTER", jitter))), "sm_90a")
+            assert _registers(log) * tile.threads * tile["CTAS_PER_SM"] <= REGISTER_FILE
+            assert "NANOSLEEP" in _instructions(code)
 
 
 def _registers(log: str) -> int:
@@ -249,5 +302,6 @@ def test_bounds_and_tables_name_the_same_tiles() -> None:
         for contract in (FMA, TREE, MMA16, MMA8, TREE_MMA16)
         for operand in contract.operands
         for tile in tiles_for(contract, operand)
+        if not tile.by_tma
     }
     assert tiles == set(REGISTERS)

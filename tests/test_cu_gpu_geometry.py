@@ -9,7 +9,20 @@ from collections.abc import Iterator
 import cu_device
 import numpy as np
 import pytest
-from cu_device import DEVICE, PAIR_IDS, PAIRS, Placed, allocate, differing, output, replay, run, tiles_here
+from cu_device import (
+    DEVICE,
+    PAIR_IDS,
+    PAIRS,
+    Placed,
+    allocate,
+    batched,
+    differing,
+    output,
+    random_bfloat16,
+    replay,
+    run,
+    tiles_here,
+)
 
 from detkern import operands
 from detkern.backend import Execution
@@ -37,28 +50,17 @@ def test_every_tile_on_every_load_path(contract: Contract, dtype: DType) -> None
     # A in rows is K_MAJOR, B in rows is MN_MAJOR; the gathering path takes either.
     modes = {Load.K_MAJOR: ("rows", "columns"), Load.MN_MAJOR: ("columns", "rows"), Load.STRIDED: ("rows", "columns")}
     placed = {(mode, side): Placed((a, b)[side], mode) for mode in ("rows", "columns") for side in (0, 1)}
+    probe = output((m, n), F32, "rows").view
     for loads in itertools.product(Load, Load):
-        for tile in tiles_here(contract, dtype, loads):
+        left, right = placed[modes[loads[0]][0], 0], placed[modes[loads[1]][1], 1]
+        for tile in tiles_here(gemm_problem(contract, left.view, right.view, probe, None, True), loads):
             for grid in (None, 5):  # one tile a CTA, and CTAs that walk over several
                 out = output((m, n), F32, "rows", initial)
-                left, right = placed[modes[loads[0]][0], 0], placed[modes[loads[1]][1], 1]
                 launched = run(
                     contract, left.view, right.view, out.view, accumulate=True, tile=tile, loads=loads, grid=grid
                 )
                 assert (launched.tile, launched.load_a, launched.load_b) == (tile, *loads)
                 assert differing(expected, out.bits()) == 0, f"{tile} {loads} grid {launched.grid}"
-
-
-def _batched(shape: tuple[int, ...], host: np.ndarray, dtype: DType, axes: tuple[int, ...]) -> TensorView:
-    """The host array in device memory with its axes stored in the order `axes`, seen in its own order."""
-    import cupy
-
-    stored = np.ascontiguousarray(host.view(dtype.bits).transpose(axes))
-    memory = cupy.asarray(stored)
-    strides = [0] * len(shape)
-    for place, axis in enumerate(axes):
-        strides[axis] = math.prod(stored.shape[place + 1 :])
-    return TensorView(memory.data.ptr, shape, tuple(strides), dtype, DEVICE, array=memory)
 
 
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
@@ -78,9 +80,9 @@ def test_batches_are_products_one_by_one(contract: Contract, dtype: DType) -> No
     for batch, m, n, k, a_axes, b_axes, broadcast in cases:
         a = operands.generate("normal", dtype, (*batch, m, k), 51)
         b = operands.generate("normal", dtype, (*(() if broadcast else batch), k, n), 52)
-        a_view = _batched(a.shape, a, dtype, a_axes)
+        a_view = batched(a, dtype, a_axes)
         if broadcast:
-            b_view = _batched((k, n), b, dtype, (0, 1))
+            b_view = batched(b, dtype, (0, 1))
             b_view = TensorView(
                 b_view.pointer,
                 (*batch, k, n),
@@ -90,7 +92,7 @@ def test_batches_are_products_one_by_one(contract: Contract, dtype: DType) -> No
                 array=b_view.array,
             )
         else:
-            b_view = _batched(b.shape, b, dtype, b_axes)
+            b_view = batched(b, dtype, b_axes)
         memory = cupy.asarray(cu_device.poison(math.prod(batch) * m * n, dtype).reshape(*batch, m, n))
         strides = tuple(stride // dtype.itemsize for stride in memory.strides)
         out = TensorView(memory.data.ptr, memory.shape, strides, dtype, DEVICE, array=memory)
@@ -113,22 +115,7 @@ def large_memory() -> Iterator[TensorView]:
 
     count = 2**31 + 2**26
     memory = cupy.empty(count, np.uint16)
-    # Signs and significands from a hash of the index, exponents of numbers near one.
-    fill = cupy.ElementwiseKernel(
-        "int64 start",
-        "uint16 bits",
-        """
-        unsigned long long x = (unsigned long long)(start + i) * 0x9E3779B97F4A7C15ULL;
-        x ^= x >> 29;
-        x *= 0xBF58476D1CE4E5B9ULL;
-        x ^= x >> 32;
-        bits = (unsigned short)((x & 0x100) << 7 | 0x3F00 | (x & 0xFF));
-        """,
-        "fill_with_bfloat16",
-    )
-    part = 2**28
-    for start in range(0, count, part):
-        fill(start, memory[start : start + part])
+    random_bfloat16(memory)
     yield TensorView(memory.data.ptr, (count,), (1,), BF16, DEVICE, array=memory)
     del memory
     cupy.get_default_memory_pool().free_all_blocks()

@@ -14,7 +14,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cu_device import DEVICE, Placed, differing, replay, run, tiles_here, vector
+from cu_device import (
+    DEVICE,
+    Placed,
+    differing,
+    one_of_each_organisation,
+    replay,
+    run,
+    skip_without_wgmma,
+    tiles_here,
+    vector,
+)
 
 import detkern
 from detkern import operands
@@ -23,7 +33,7 @@ from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import column_sum
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem
+from detkern.problem import column_sum_problem, gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -64,7 +74,9 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
     a = operands.generate(kind, dtype, (m, k), 1)
     b = operands.generate(kind, dtype, (k, n), 2)
     placed = Placed(a, MODES_OF[loads[0]][0]), Placed(b, MODES_OF[loads[1]][1])
-    for turn, tile in enumerate(tiles_here(contract, dtype, loads)):
+    probe = _uninitialised((m, n), F32, False)
+    problem = gemm_problem(contract, placed[0].view, placed[1].view, probe, None, True)
+    for turn, tile in enumerate(one_of_each_organisation(tiles_here(problem, loads))):
         epilogue = (number + turn) % 3
         out_dtype = (dtype, F32, F32)[epilogue]
         bias = operands.generate(kind, (F32, F16, BF16)[number % 3], (n,), 3) if epilogue == 1 else None
@@ -86,6 +98,44 @@ def test_watched(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> 
         else:
             expected = replay(contract, a, b, out_dtype=out_dtype, bias=bias, initial=initial)
         assert differing(expected, cupy.asnumpy(out.array)) == 0
+
+
+@pytest.mark.parametrize("m", [13, 30, 150])
+@pytest.mark.parametrize(
+    "loads",
+    list(itertools.product((Load.K_MAJOR, Load.MN_MAJOR), repeat=2)),
+    ids=lambda loads: "-".join(x.name for x in loads),
+)
+@pytest.mark.parametrize("contract", [MMA16, TREE_MMA16], ids=str)
+def test_wgmma_watched(contract: Contract, loads: tuple[Load, Load], m: int) -> None:
+    """Outputs that TMA writes, tiles that hold few rows; more blocks than the ring has stages, and one tile or several
+    a CTA."""
+    import cupy
+
+    skip_without_wgmma()
+    n, k = 136, 1100
+    a, b = operands.generate("normal", BF16, (m, k), 7), operands.generate("normal", BF16, (k, n), 8)
+    placed = Placed(a, MODES_OF[loads[0]][0]), Placed(b, MODES_OF[loads[1]][1])
+    expected = {
+        (dtype, biased): replay(
+            contract, a, b, out_dtype=dtype, bias=operands.generate("normal", F32, (n,), 9) if biased else None
+        )
+        for dtype, biased in ((BF16, False), (F16, True))
+    }
+    bias = vector(operands.generate("normal", F32, (n,), 9))
+    probe = _uninitialised((m, n), BF16, False)
+    problem = gemm_problem(contract, placed[0].view, placed[1].view, probe, None, False)
+    tiles = [tile for tile in one_of_each_organisation(tiles_here(problem, loads)) if tile.by_tma]
+    assert tiles
+    for turn, tile in enumerate(tiles):
+        for (dtype, biased), wanted in expected.items():
+            out = _uninitialised((m, n), dtype, False)
+            launched = run(
+                contract, placed[0].view, placed[1].view, out, bias=bias if biased else None, tile=tile,
+                grid=2 if turn % 2 else None, memory=_scratch,
+            )  # fmt: skip
+            assert (launched.load_a, launched.load_b) == loads
+            assert differing(wanted, cupy.asnumpy(out.array)) == 0
 
 
 @pytest.mark.parametrize("load", Load, ids=lambda load: load.name)
