@@ -1,55 +1,120 @@
-"""Races that no checker sees, since wgmma reads shared memory by the asynchronous proxy: kernels whose roles sleep at random
-give the bits of those that do not, and one that signals its copies too early does not, so the sleep does move the roles."""
+"""Races that no checker sees, since TMA and wgmma reach shared memory by the asynchronous proxy: kernels whose roles sleep at
+random give the bits of those that do not, and one that gives a stage back before it has read it does not, so the sleep does
+move the roles."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 
+import cu_device
 import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, allocate, differing, output
 
 from detkern import operands
 from detkern.backend import Execution
-from detkern.contracts import TREE_MMA16
-from detkern.cu import geometry
+from detkern.contracts import MMA16, TREE_MMA16, Contract
+from detkern.cu import ahead, geometry
 from detkern.cu.device import describe
+from detkern.cu.loader import KernelBuild, supported_architectures, target
 from detkern.dtypes import BF16, F16, DType
 from detkern.problem import gemm_problem
 
 pytestmark = pytest.mark.gpu
 
-M, N, K = 1000, 1100, 4104
+N = 1104  # rows that TMA can write; no multiple of any tile's
+KEPT, RELEASED_EARLY = 1, 2  # values of JITTER
 
 
-def _wgmma_tiles(dtype: DType) -> list[geometry.Tile]:
-    return [tile for tile in geometry.tiles_for(TREE_MMA16, dtype) if tile.table == "tree_wgmma"]
+@dataclass(frozen=True)
+class Case:
+    """One way in which the roles work together."""
+
+    contract: Contract
+    what: str
+    m: int
+    k: int
+
+    def tile(self, dtype: DType) -> geometry.Tile:
+        """The first of its kind."""
+        tiles = [tile for tile in geometry.tiles_for(self.contract, dtype) if tile.by_tma]
+        return next(tile for tile in tiles if _kind(tile) == self.what)
+
+    def modes(self, dtype: DType) -> list[tuple[str, str]]:
+        """Both operands along k, and along m and n where the tile takes that."""
+        both = [("rows", "columns"), ("columns", "rows")]
+        return both if len(self.tile(dtype).loads) == 4 else both[:1]
+
+    def __str__(self) -> str:
+        return f"{self.contract}-{self.what}"
 
 
-def _product(a: Placed, b: Placed, dtype: DType, tile: geometry.Tile, jitter: int) -> np.ndarray:
+def _kind(tile: geometry.Tile) -> str:
+    macros = dict(tile.macros)
+    if macros.get("BOX_M", tile["TILE_M"]) < tile["TILE_M"]:
+        return f"{macros['BOX_M']} rows"
+    if macros.get("IN_FLIGHT", 1) > 1:
+        return f"{macros['IN_FLIGHT']} in flight"
+    return "in turn" if macros.get("IN_TURN") else "plain"
+
+
+# More blocks of k than the ring has stages, many times over.
+CASES = [
+    Case(MMA16, "plain", 1000, 4104),
+    Case(MMA16, "in turn", 1000, 4104),
+    Case(MMA16, "2 in flight", 1000, 4104),
+    Case(MMA16, "16 rows", 16, 16392),
+    Case(TREE_MMA16, "plain", 1000, 4104),
+]
+PARAMETERS = [(case, dtype) for case in CASES for dtype in (BF16, F16)]
+
+
+def _build(build: KernelBuild, jitter: int) -> KernelBuild:
+    return replace(build, macros=(*build.macros, ("JITTER", jitter))) if jitter else build
+
+
+def _launch(case: Case, a: Placed, b: Placed, out: Placed, jitter: int) -> geometry.Launch:
+    problem = gemm_problem(case.contract, a.view, b.view, out.view, None, False)
+    tile = case.tile(out.dtype)
+    assert geometry.takes(problem, tile, geometry.load_paths(problem))
+    chosen = geometry.launch_for(problem, tile, describe(DEVICE.index).multiprocessors)
+    return replace(chosen, build=_build(chosen.build, jitter))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """The kernels that sleep, compiled with all cores."""
+    cu_device.skip_without_wgmma()
+    loads = {"rows": geometry.Load.K_MAJOR, "columns": geometry.Load.MN_MAJOR}
+    wanted = [
+        _build(geometry.build_for(case.contract, dtype, case.tile(dtype), load, load), jitter)
+        for case, dtype in PARAMETERS
+        for load in (loads[modes[0]] for modes in case.modes(dtype))
+        for jitter in (0, KEPT, RELEASED_EARLY)
+    ]
+    architecture = target(describe(DEVICE.index).capability, supported_architectures())
+    assert len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0))))) == len(set(wanted))
+
+
+def _product(case: Case, a: Placed, b: Placed, dtype: DType, jitter: int) -> np.ndarray:
     from detkern.cu import launch
 
-    out = output((M, N), dtype, "rows")
-    problem = gemm_problem(TREE_MMA16, a.view, b.view, out.view, None, False)
-    chosen = geometry.launch_for(problem, tile, describe(DEVICE.index).multiprocessors)
-    if jitter:
-        chosen = replace(chosen, build=replace(chosen.build, macros=(*chosen.build.macros, ("JITTER", jitter))))
+    out = output((case.m, N), dtype, "rows")
+    chosen = _launch(case, a, b, out, jitter)
+    problem = gemm_problem(case.contract, a.view, b.view, out.view, None, False)
     launch.launch(problem, a.view, b.view, out.view, None, Execution(DEVICE, 0, allocate), chosen)
     return out.bits()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=lambda dtype: dtype.short)
-def test_roles_that_sleep_at_random_give_the_same_bits(dtype: DType) -> None:
-    if describe(DEVICE.index).capability != (9, 0):
-        pytest.skip("gpu: wgmma needs a device of compute capability 9.0")
-    a = operands.generate("normal", dtype, (M, K), 81)
-    b = operands.generate("normal", dtype, (K, N), 82)
-    for modes in (("rows", "columns"), ("columns", "rows")):
+@pytest.mark.parametrize(("case", "dtype"), PARAMETERS, ids=[f"{case}-{dtype.short}" for case, dtype in PARAMETERS])
+def test_roles_that_sleep_at_random_give_the_same_bits(case: Case, dtype: DType) -> None:
+    a = operands.generate("normal", dtype, (case.m, case.k), 81)
+    b = operands.generate("normal", dtype, (case.k, N), 82)
+    for modes in case.modes(dtype):
         placed_a, placed_b = Placed(a, modes[0]), Placed(b, modes[1])
-        for tile in _wgmma_tiles(dtype):
-            plain = _product(placed_a, placed_b, dtype, tile, 0)
-            for _ in range(3):
-                assert differing(plain, _product(placed_a, placed_b, dtype, tile, 1)) == 0, f"{tile} {modes}"
-            assert differing(plain, _product(placed_a, placed_b, dtype, tile, 2)) > 0, (
-                f"{tile} {modes}: signalled early"
-            )
+        plain = _product(case, placed_a, placed_b, dtype, 0)
+        for _ in range(3):
+            assert differing(plain, _product(case, placed_a, placed_b, dtype, KEPT)) == 0, f"{case} {modes}"
+        early = _product(case, placed_a, placed_b, dtype, RELEASED_EARLY)
+        assert differing(plain, early) > 0, f"{case} {modes}: stages given back early must show"
