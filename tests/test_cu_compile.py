@@ -76,6 +76,8 @@ REGISTERS = {
     ("tree_mma", "64x64x64"): 168,
     ("tree_mma", "16x64x128"): 168,
 }
+# Where newer architectures need more than sm_90a does.
+REGISTERS_ELSEWHERE = {("tree_mma", "128x128x64"): 224, ("tree_mma", "64x64x64"): 200}
 # Of which contract the largest tile is compiled.
 LARGEST_ON = {"sm_80": MMA8, "sm_89": MMA8, "sm_100a": TREE_MMA16, "sm_120": MMA16}
 # What the inner loop must be made of, and what it must not.
@@ -126,6 +128,7 @@ def _cases() -> Iterator[Case]:
             for loads in sorted(tile.loads):
                 number += 1
                 yield Case("sm_90a", contract, (F16, BF16)[number % 2], tile, loads)
+    number = 0  # so that a tile more or less on sm_90a changes nothing elsewhere
     for architecture, capability in ARCHITECTURES.items():
         if architecture == "sm_90a":
             continue
@@ -200,7 +203,10 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
     log, code = compiled[case].result()
     registers = _registers(log)
     build = build_for(case.contract, case.operand, case.tile, *case.loads)
-    assert registers <= (255 if case.tile.by_tma else REGISTERS[case.tile.table, str(case.tile)])
+    if not case.tile.by_tma:
+        name = case.tile.table, str(case.tile)
+        elsewhere = {} if case.architecture == "sm_90a" else REGISTERS_ELSEWHERE
+        assert registers <= elsewhere.get(name, REGISTERS[name])
     assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
     assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
     if case.tile not in DISASSEMBLED:
