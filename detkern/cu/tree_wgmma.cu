@@ -2,10 +2,11 @@
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64
-// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep
-// the tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory.
-// One more warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64 columns. With
+// two SETS of accumulators a group multiplies one slice while it rounds and adds the one before; with one it waits for
+// each, and the other groups keep the tensor cores busy. A comes from registers (ldmatrix), which halves what wgmma
+// reads of shared memory. One more warp group produces: one thread of it fills a ring of STAGES stages by TMA
+// (pipeline.cuh).
 // Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left;
 // the lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
@@ -15,7 +16,7 @@
 // Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) -
 // 2), L = ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
-// leaves), STAGES, GROUPS_M, GROUPS_N, SETS (of accumulators: 1, 2), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
+// leaves), STAGES, GROUPS_M, GROUPS_N, SETS (1, 2), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
 // CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
