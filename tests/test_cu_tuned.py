@@ -54,7 +54,7 @@ def test_the_measured_m_or_those_on_either_side(m: int, found: tuple[str, ...]) 
 
 @pytest.mark.usefixtures("table")
 def test_below_the_smallest_and_between_two_of_the_same() -> None:
-    assert tuned.labels("mma16", "KM", 1, 256, 7168, 132) == ("other",)
+    assert tuned.labels("mma16", "KM", 4, 256, 7168, 132) == ("other",)
     assert tuned.labels("tree-mma16", "KK", 12, 256, 7168, 132) == ("tree",)
 
 
@@ -68,6 +68,7 @@ def test_what_was_not_measured_has_no_tile() -> None:
         ("mma16", "SK", 8, 256, 7168, 132),
         ("tree-mma16", "KM", 8, 256, 7168, 132),
         ("mma16", "KK", 8, 512, 512, 132),
+        ("mma16", "KM", 3, 256, 7168, 132),  # far fewer rows than the fewest that were
     ):
         assert tuned.labels(*key) == ()
 

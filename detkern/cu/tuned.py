@@ -28,13 +28,14 @@ def _rows() -> tuple[int, dict[tuple[str, str, int, int], tuple[tuple[int, str],
 
 def labels(contract: str, loads: str, m: int, n: int, k: int, multiprocessors: int) -> tuple[str, ...]:
     """The tiles to choose from: the fastest at this m, or those at the measured m on either side of it; none where this
-    (n, k) was not measured, or not on a GPU of as many multiprocessors.
+    (n, k) was not measured, or not on a GPU of as many multiprocessors, or where m is less than half of what was (gradients
+    are measured at one large m; its tile leaves most of the GPU idle at a small one).
 
     loads: a letter each for A and B, K (K_MAJOR) or M (MN_MAJOR).
     """
     measured_on, rows = _rows()
     found = rows.get((contract, loads, n, k)) if multiprocessors == measured_on else None
-    if not found:
+    if not found or 2 * m < found[0][0]:
         return ()
     below = [label for size, label in found if size <= m][-1:]
     above = [label for size, label in found if size >= m][:1]
