@@ -222,7 +222,7 @@ def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
     result = []
     for tile in tiles:
         macros = dict(tile.macros)
-        sizes = ("GROUP_M", "IN_TURN", "IN_FLIGHT", "OUT_TMA", "WARPS_M", "BOX_M", "GROUPS_M")
+        sizes = ("GROUP_M", "IN_TURN", "IN_FLIGHT", "OUT_TMA", "WARPS_M", "BOX_M", "GROUPS_M", "GROUPS_N", "SETS")
         kind = (tile.table, *(macros.get(name) for name in sizes), tile["TILE_N"] % 64 == 0)
         if not tile.by_tma or kind not in seen:
             result.append(tile)

@@ -53,16 +53,16 @@ def test_rows_are_those_of_the_largest_m(contract: Contract, n: int, k: int) -> 
     assert not bool((largest[: SIZES[-1]] == POISON).any())
     assert len(cupy.unique(largest[: SIZES[-1]])) > 1000, "results that differ from one another"
     different = cupy.zeros((len(SIZES), 2), np.int64)
-    kernels = set()
+    geometries = set()
     for place, m in enumerate(SIZES):
         out[: m + AROUND].fill(POISON)
         launched = run(contract, bfloat16_view(x[:m]), w, bfloat16_view(out[:m]))
-        kernels.add((launched.tile.table, str(launched.tile)))
+        geometries.add((launched.tile.table, str(launched.tile), launched.grid))
         different[place, 0] = cupy.count_nonzero(out[:m] != largest[:m])
         different[place, 1] = cupy.count_nonzero(out[m : m + AROUND] != POISON)
     found = cupy.asnumpy(different)
     assert [(SIZES[place], *found[place].tolist()) for place in np.nonzero(found.any(axis=1))[0]] == []
-    assert len(kernels) > 1, "M was to change the geometry"
+    assert len(geometries) > 1, "M was to change the geometry"
 
 
 @pytest.mark.parametrize(
