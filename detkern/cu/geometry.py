@@ -123,7 +123,6 @@ class Tile:
         box = macros.get("BOX_M", self["TILE_M"])
         words = [f"{size}x{self['STAGES']}"]
         words += [f"{box} rows"] if box != self["TILE_M"] else []
-        words += ["2 sets"] if macros.get("SETS") == 2 else []
         words += [f"{macros['IN_FLIGHT']} in flight"] if macros.get("IN_FLIGHT", 1) > 1 else []
         words += ["in turn"] if macros.get("IN_TURN") else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []

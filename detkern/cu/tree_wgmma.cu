@@ -2,11 +2,10 @@
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64 columns. With
-// two SETS of accumulators a group multiplies one slice while it rounds and adds the one before; with one it waits for
-// each, and the other groups keep the tensor cores busy. A comes from registers (ldmatrix), which halves what wgmma
-// reads of shared memory. One more warp group produces: one thread of it fills a ring of STAGES stages by TMA
-// (pipeline.cuh).
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64
+// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep
+// the tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory.
+// One more warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
 // Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left;
 // the lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
@@ -16,7 +15,7 @@
 // Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) -
 // 2), L = ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
-// leaves), STAGES, GROUPS_M, GROUPS_N, SETS (1, 2), REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
+// leaves), STAGES, GROUPS_M, GROUPS_N, REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
 // CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
@@ -100,99 +99,70 @@ class Leaves {
   DETKERN_INLINE Leaves(const StageRing& ring, int row, int column)
       : ring_(ring), fragments_(row + thread_index() % GROUP / 32 * 16), column_offset_(TileB::offset(column, 0)) {}
 
+  // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
+  template <int HALF, bool FIRST>
+  DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
+    if (HALF == 0) {
+      ring_.take(position_);
+      a_ = ring_.a(position_.stage);
+      b_ = TileB::low_word(ring_.b(position_.stage) + column_offset_);
+    }
+    uint32_t a[2][4];
+#pragma unroll
+    for (int step = 0; step < 2; ++step) fragments_.load(a[step], a_, 2 * HALF + step);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      float acc[SLICE_N / 2];
+      wgmma_fence();
+      wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(acc, a[0],
+                                                       TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF)));
+      wgmma<SLICE_N, OPERAND, false, TileB::TRANSPOSED>(
+          acc, a[1], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF + 1)));
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(acc);
+      if (HALF == 1 && slice == SLICES - 1) leave_stage();
+#pragma unroll
+      for (int i = 0; i < SLICE_WORDS; ++i) {
+        uint32_t& word = sum[slice * SLICE_WORDS + i];
+        const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
+        word = FIRST ? leaf : add_pair<OPERAND>(word, leaf);
+      }
+    }
+  }
+
   // Gathers a node of `size` leaves, the first of which is that half of its stage.
   template <int HALF>
   DETKERN_INLINE void gather_node(uint32_t size, uint32_t (&node)[WORDS]) {
-    if (size == 4) {
-      gather<HALF, 4>(node);
-    } else if (size == 3) {
-      gather<HALF, 3>(node);
-    } else if (size == 2) {
-      gather<HALF, 2>(node);
-    } else {
-      gather<HALF, 1>(node);
-    }
-  }
-
-  // The last stage of a tile is read, where its second half is no leaf.
-  DETKERN_INLINE void leave_stage() { ring_.release(stage_); }
-
- private:
-  // The slices of all leaves in turn: as many are multiplied as there are sets of accumulators, while the one before is
-  // rounded and added. None is in flight at the end.
-  template <int HALF, int SIZE>
-  DETKERN_INLINE void gather(uint32_t (&node)[WORDS]) {
-    constexpr int COUNT = SIZE * SLICES;
     uint32_t right[WORDS];
-    float acc[SETS][SLICE_N / 2];
-    uint32_t a[SETS == 1 ? 1 : 2][2][4];
-    uint32_t left_stage = 0;
-    const auto start = [&](int number) {
-      const int leaf = number / SLICES, slice = number % SLICES, half = (HALF + leaf) % 2;
-      if (slice == 0) {
-        if (half == 0) {
-          left_stage = stage_;
-          take();
-        }
-#pragma unroll
-        for (int step = 0; step < 2; ++step) fragments_.load(a[leaf % (SETS == 1 ? 1 : 2)][step], a_, 2 * half + step);
-      }
-      multiply(acc[number % SETS], a[leaf % (SETS == 1 ? 1 : 2)], slice, half);
-    };
-#pragma unroll
-    for (int number = 0; number < SETS && number < COUNT; ++number) start(number);
-#pragma unroll
-    for (int number = 0; number < COUNT; ++number) {
-      const int leaf = number / SLICES, slice = number % SLICES;
-      const bool more = number + SETS < COUNT;
-      if (number + 1 < COUNT && SETS == 2) {
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
-      hold(acc[number % SETS]);
-      if (slice == SLICES - 1 && (HALF + leaf) % 2 == 1) {
-        // The next leaf's first slice may have been started, from another stage.
-        ring_.release(SETS == 2 && leaf + 1 < SIZE ? left_stage : stage_);
-      }
-      // Leaves 0 and 1 of four go to the left half, of three or two leaf 0 alone.
-      const bool left = leaf < SIZE / 2 || SIZE == 1, first = leaf == 0 || leaf == SIZE / 2;
-#pragma unroll
-      for (int i = 0; i < SLICE_WORDS; ++i) {
-        uint32_t& word = (left ? node : right)[slice * SLICE_WORDS + i];
-        const uint32_t rounded = round_pair<OPERAND>(acc[number % SETS][2 * i], acc[number % SETS][2 * i + 1]);
-        word = first ? rounded : add_pair<OPERAND>(word, rounded);
-        asm volatile("" : "+r"(word));  // now, not after the accumulators' next use
-      }
-      if (more) start(number + SETS);
+    gather<HALF, true>(node);
+    if (size == 4) {
+      gather<HALF ^ 1, false>(node);
+      gather<HALF, true>(right);
+      gather<HALF ^ 1, false>(right);
+    } else if (size == 3) {
+      gather<HALF ^ 1, true>(right);
+      gather<HALF, false>(right);
+    } else if (size == 2) {
+      gather<HALF ^ 1, true>(right);
+    } else {
+      return;
     }
-    if (SIZE > 1) add_words(node, right);
+    add_words(node, right);
   }
 
-  // Waits for the next stage.
-  DETKERN_INLINE void take() {
-    ring_.take(position_);
-    stage_ = position_.stage;
-    a_ = ring_.a(stage_);
-    b_ = TileB::low_word(ring_.b(stage_) + column_offset_);
+  // The current stage is read: by its second leaf, or by the last leaf of an odd number.
+  DETKERN_INLINE void leave_stage() {
+    ring_.release(position_.stage);
     position_.step();
   }
 
-  // Starts one slice of a leaf.
-  DETKERN_INLINE void multiply(float (&acc)[SLICE_N / 2], const uint32_t (&a)[2][4], int slice, int half) {
-    wgmma_fence();
-    wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(acc, a[0],
-                                                     TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * half)));
-    wgmma<SLICE_N, OPERAND, false, TileB::TRANSPOSED>(
-        acc, a[1], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * half + 1)));
-    wgmma_commit();
-  }
-
+ private:
   StageRing ring_;
-  Position position_;  // of the next stage
+  Position position_;
   FragmentsA fragments_;
   uint32_t column_offset_;
-  uint32_t stage_ = 0, a_, b_;  // the current one
+  uint32_t a_, b_;  // of the current stage
 };
 
 // Writes outputs of the operands' type to which nothing is added, as the words are but for the contract's + 0. Returns
