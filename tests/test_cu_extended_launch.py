@@ -111,12 +111,17 @@ def test_a_stream_has_one_configuration_and_maps_are_made_once(
     assert len(bindings.launches) == 6
     assert len({id(one.configuration) for one in bindings.launches}) == len(by_stream) == 2
     assert len(bindings.maps) == 3
-    # Streams come and go; no more than a few are kept, and each launch still has its own.
-    monkeypatch.setattr(extended_launch, "_CONFIGURATIONS", 4)
+    # Streams and operands come and go; no more than a few are kept, and each launch still has its own.
+    monkeypatch.setattr(extended_launch, "_KEPT", 4)
     for stream in range(100, 150):
         extended(PARAMS, A, B, OUT, stream)
         assert bindings.launches[-1].configuration.hStream == stream
         assert len(extended._configurations) <= 4
+    for place in range(50):
+        before = len(bindings.maps)
+        extended(PARAMS, A + 256 * place, B, OUT, 1)
+        assert bindings.launches[-1].maps[0] == (before if place else bindings.launches[0].maps[0])
+        assert len(extended._maps) <= 4
 
 
 def test_a_refusal_is_named(bindings: cu_driver.Bindings) -> None:

@@ -6,7 +6,6 @@ CuPy's launchKernel takes no launch attributes, so these go through the driver's
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
 from typing import Any
 
 from .. import config
@@ -14,49 +13,61 @@ from .geometry import Launch
 
 __all__ = ["ExtendedLaunch", "LaunchFailure"]
 
-_CONFIGURATIONS = 64  # kept of one plan at most: one a stream
+_KEPT = 64  # configurations (one a stream) and sets of maps of one plan, at most
+# Addresses of a kernel's parameters. Bytes stand for where they lie.
+_Parameters: Any = ctypes.c_char_p * 4
 
 
 class LaunchFailure(Exception):
     """What the driver answered, by its name; launch.py makes a DeviceError of it."""
 
 
-@dataclass(frozen=True, slots=True)
 class ExtendedLaunch:
-    """A kernel of (GemmParams, maps of a, b and the output) and its launch configurations, one for each stream that it was
-    used on."""
+    """A kernel of (GemmParams, maps of a, b and the output), with its launch configurations, one for each stream that it was
+    used on, and the maps of the operands that it was used with: a call packs four pointers and enqueues."""
 
-    function: int  # CUfunction
-    launch: Launch
-    _configurations: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    __slots__ = ("_configurations", "_driver", "_maps", "function", "launch")
+
+    def __init__(self, function: int, launch: Launch) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        self.function = function  # CUfunction
+        self.launch = launch
+        self._configurations: dict[tuple[int, bool], Any] = {}
+        # The maps' addresses, and the maps, which must live as long.
+        self._maps: dict[tuple[int, int, int], tuple[int, int, int, tuple[Any, ...]]] = {}
 
     def __call__(self, params: bytes, a: int, b: int, out: int, stream: int) -> None:
         """Enqueue it on `stream`; a, b and out are addresses. Raises LaunchFailure."""
-        from cuda.bindings import driver
-
-        shapes = self.launch.maps
-        assert shapes is not None
-        key = (stream, config.dependent_launch)
-        configuration = self._configurations.get(key)
-        if configuration is None:
-            configuration = self._configure(*key)
-            if len(self._configurations) >= _CONFIGURATIONS:
-                self._configurations.clear()
-            self._configurations[key] = configuration
-        map_a, map_b = shapes.a.at(a), shapes.b.at(b)
-        # Where the kernel does not look at the output's map any will do.
-        map_out = map_a if shapes.out is None else shapes.out.at(out)
-        block = ctypes.c_char_p(params)
-        address = ctypes.cast(block, ctypes.c_void_p).value
-        parameters = (ctypes.c_void_p * 4)(address, map_a.getPtr(), map_b.getPtr(), map_out.getPtr())
-        # The driver copies the parameters before it returns.
-        (error,) = driver.cuLaunchKernelEx(configuration, self.function, ctypes.addressof(parameters), 0)
+        where = (stream, config.dependent_launch)
+        configuration = self._configurations.get(where) or self._keep(
+            self._configurations, where, self._configure(*where)
+        )
+        maps = self._maps.get((a, b, out)) or self._keep(self._maps, (a, b, out), self._maps_of(a, b, out))
+        # Pointers to the four parameters; the driver copies these before it returns.
+        parameters = _Parameters(params, maps[0], maps[1], maps[2])
+        (error,) = self._driver.cuLaunchKernelEx(configuration, self.function, ctypes.addressof(parameters), 0)
         if error:
             raise LaunchFailure(error.name)
 
-    def _configure(self, stream: int, dependent: bool) -> Any:
-        from cuda.bindings import driver
+    @staticmethod
+    def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+        if len(kept) >= _KEPT:
+            kept.clear()
+        kept[key] = value
+        return value
 
+    def _maps_of(self, a: int, b: int, out: int) -> tuple[int, int, int, tuple[Any, ...]]:
+        shapes = self.launch.maps
+        assert shapes is not None
+        map_a, map_b = shapes.a.at(a), shapes.b.at(b)
+        # Where the kernel does not look at the output's map any will do.
+        map_out = map_a if shapes.out is None else shapes.out.at(out)
+        return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
+
+    def _configure(self, stream: int, dependent: bool) -> Any:
+        driver = self._driver
         result = driver.CUlaunchConfig()
         result.gridDimX, result.gridDimY, result.gridDimZ = self.launch.grid, 1, 1
         result.blockDimX, result.blockDimY, result.blockDimZ = self.launch.threads, 1, 1

@@ -78,7 +78,7 @@ class Load(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tile:
     """One row of a tile table.
 
@@ -95,8 +95,16 @@ class Tile:
     wave_us: float
     alone_us: float
 
+    @functools.cached_property
+    def _values(self) -> dict[str, int]:
+        return dict(self.macros)
+
     def __getitem__(self, macro: str) -> int:
-        return dict(self.macros)[macro]
+        return self._values[macro]
+
+    def get(self, macro: str, default: int) -> int:
+        """A macro that not all kernels have."""
+        return self._values.get(macro, default)
 
     @property
     def threads(self) -> int:
@@ -119,12 +127,11 @@ class Tile:
         size = f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
         if not self.by_tma:
             return size
-        macros = dict(self.macros)
-        box = macros.get("BOX_M", self["TILE_M"])
+        box = self.get("BOX_M", self["TILE_M"])
         words = [f"{size}x{self['STAGES']}"]
         words += [f"{box} rows"] if box != self["TILE_M"] else []
-        words += [f"{macros['IN_FLIGHT']} in flight"] if macros.get("IN_FLIGHT", 1) > 1 else []
-        words += ["in turn"] if macros.get("IN_TURN") else []
+        words += [f"{self['IN_FLIGHT']} in flight"] if self.get("IN_FLIGHT", 1) > 1 else []
+        words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
         return " ".join(words)
 
@@ -247,6 +254,7 @@ def shared_limit(capability: tuple[int, int]) -> int:
     return _SHARED_LIMIT[max(key for key in _SHARED_LIMIT if key <= capability)]
 
 
+@functools.cache
 def fits(tile: Tile, capability: tuple[int, int]) -> bool:
     """Whether a device of that capability has the instructions and the shared memory that the tile needs."""
     return _CAPABILITY_OF.get(tile.table, capability) == capability and _shared_bytes(tile) <= shared_limit(capability)
@@ -309,11 +317,10 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    macros = dict(tile.macros)
-    if macros.get("OUT_TMA") and output_map_shape(problem) is None:
+    if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
         return False
     # Of a tile with fewer rows in memory than it has, the others are never there.
-    if macros.get("BOX_M", tile["TILE_M"]) < min(problem.m, tile["TILE_M"]):
+    if tile.get("BOX_M", tile["TILE_M"]) < min(problem.m, tile["TILE_M"]):
         return False
     return not tile.by_tma or (
         available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
@@ -330,7 +337,7 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     if shapes is None:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
     # A box of fewer rows than the tile's, where there are no more: filling those outside takes time, too.
-    box_m = min(dict(tile.macros).get("BOX_M", tile["TILE_M"]), problem.m)
+    box_m = min(tile.get("BOX_M", tile["TILE_M"]), problem.m)
     rows_a = box_m if load_a == Load.K_MAJOR else tile["TILE_K"]
     rows_b = tile["TILE_N"] if load_b == Load.K_MAJOR else tile["TILE_K"]
     out = output_map_shape(problem)

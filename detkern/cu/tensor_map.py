@@ -108,6 +108,8 @@ def _shape(
     return MapShape(matrix.dtype, (along, across, batch), strides, 0)
 
 
+# Of the problem in hand: the choice of a tile asks for every tile of the tables.
+@functools.lru_cache(maxsize=8)
 def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapShape, MapShape] | None:
     """The maps of a and b, boxes not chosen yet (0 rows), or None where TMA cannot describe one of them.
 
@@ -126,6 +128,7 @@ def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapSha
     return None if shapes[0] is None or shapes[1] is None else (shapes[0], shapes[1])
 
 
+@functools.lru_cache(maxsize=8)
 def output_map_shape(problem: GemmProblem) -> MapShape | None:
     """The map of a 16-bit output with rows along n, box not chosen yet, or None where TMA cannot write it."""
     out = problem.out
