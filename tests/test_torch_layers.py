@@ -117,7 +117,7 @@ def test_convert_and_revert_in_place() -> None:
         ("2.*", ["2.router", "2.up"]),
         (lambda name, layer: layer.bias is None, ["2.router"]),
     ],
-    ids=str,
+    ids=lambda value: "a function" if callable(value) else str(value),
 )
 def test_what_is_skipped_stays(skip: object, left: list[str]) -> None:
     net = dt.convert(model(), skip=skip)
