@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,51 +71,52 @@ class Outcome:
 
 def check(contract: Contract, operand: DType, product: Product) -> Outcome:
     """Compare `product` with the replay on every kind of operands, from +0 and from a starting accumulator."""
-    elements = differing = 0
-    example = ""
-    for number, kind in enumerate(operands.KINDS):
-        for k in _DEPTHS:
-            a = operands.generate(kind, operand, (_M, k), 2 * number)
-            b = operands.generate(kind, operand, (k, _N), 2 * number + 1)
-            for initial in (None, operands.generate(kind, F32, (_M, _N), number)):
-                with default_float_environment():
-                    expected = numpy_replay.gemm(contract, a, b, initial=initial)
-                got = product(contract, a, b, initial)
-                bits = np.dtype(f"u{expected.dtype.itemsize}")
-                wrong = np.argwhere(expected.view(bits) != got.view(bits))
-                elements += expected.size
-                differing += len(wrong)
-                if len(wrong) and not example:
-                    row, column = map(int, wrong[0])
-                    start = "an accumulator" if initial is not None else "zero"
-                    example = (
-                        f"{kind} operands, k={k}, from {start}, element [{row}, {column}]: "
-                        f"{got.view(bits)[row, column]:#x}, not {expected.view(bits)[row, column]:#x}"
-                    )
-    return Outcome(elements, differing, example)
+
+    def cases() -> Iterator[tuple[str, Array, Array]]:
+        for number, kind in enumerate(operands.KINDS):
+            for k in _DEPTHS:
+                a = operands.generate(kind, operand, (_M, k), 2 * number)
+                b = operands.generate(kind, operand, (k, _N), 2 * number + 1)
+                for initial in (None, operands.generate(kind, F32, (_M, _N), number)):
+                    with default_float_environment():
+                        expected = numpy_replay.gemm(contract, a, b, initial=initial)
+                    yield f"{kind} operands, k={k}, from {_start(initial)}", expected, product(contract, a, b, initial)
+
+    return _compared(cases(), "element [{}, {}]")
 
 
 def check_column_sum(operand: DType, column_sum: ColumnSum) -> Outcome:
     """Compare `column_sum` with the replay on every kind of operands, from +0 and from a starting accumulator."""
+
+    def cases() -> Iterator[tuple[str, Array, Array]]:
+        for number, kind in enumerate(operands.KINDS):
+            for m in _DEPTHS:
+                dc = operands.generate(kind, operand, (m, _N), number)
+                for initial in (None, operands.generate(kind, F32, (_N,), number)):
+                    with default_float_environment():
+                        expected = numpy_replay.column_sum(dc, initial=initial)
+                    yield f"{kind} operands, m={m}, from {_start(initial)}", expected, column_sum(dc, initial)
+
+    return _compared(cases(), "column {}")
+
+
+def _start(initial: Array | None) -> str:
+    return "zero" if initial is None else "an accumulator"
+
+
+def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
+    """The outcome over (what was computed, the replay's result, the kernel's). place: names an element by its indices."""
     elements = differing = 0
     example = ""
-    for number, kind in enumerate(operands.KINDS):
-        for m in _DEPTHS:
-            dc = operands.generate(kind, operand, (m, _N), number)
-            for initial in (None, operands.generate(kind, F32, (_N,), number)):
-                with default_float_environment():
-                    expected = numpy_replay.column_sum(dc, initial=initial)
-                got = column_sum(dc, initial)
-                bits = np.dtype(f"u{expected.dtype.itemsize}")
-                wrong = np.flatnonzero(expected.view(bits) != got.view(bits))
-                elements += expected.size
-                differing += len(wrong)
-                if len(wrong) and not example:
-                    start = "an accumulator" if initial is not None else "zero"
-                    example = (
-                        f"{kind} operands, m={m}, from {start}, column {wrong[0]}: {got.view(bits)[wrong[0]]:#x}, not "
-                        f"{expected.view(bits)[wrong[0]]:#x}"
-                    )
+    for about, expected, got in cases:
+        bits = np.dtype(f"u{expected.dtype.itemsize}")
+        wanted, found = expected.view(bits), got.view(bits)
+        wrong = np.argwhere(wanted != found)
+        elements += expected.size
+        differing += len(wrong)
+        if len(wrong) and not example:
+            first = tuple(map(int, wrong[0]))
+            example = f"{about}, {place.format(*first)}: {found[first]:#x}, not {wanted[first]:#x}"
     return Outcome(elements, differing, example)
 
 
