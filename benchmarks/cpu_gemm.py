@@ -10,7 +10,6 @@ machine does not count. Ends with status 1 if a target is missed.
 from __future__ import annotations
 
 import ctypes
-import datetime
 import hashlib
 import json
 import os
@@ -23,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import records
 
 FMA_TARGET = 0.7  # of NumPy's float32 rate at 1024^3
 MMA16_TARGET = 2.0  # G multiply-adds a second per core, bf16
@@ -233,7 +234,7 @@ def main() -> int:
     folder = ROOT / "benchmarks" / "results" / ("cpu-" + re.sub(r"[^a-z0-9]+", "-", cpu_model().lower()).strip("-"))
     folder.mkdir(parents=True, exist_ok=True)
     record = {
-        "what": "cpu gemm", "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "what": "cpu gemm", "date": records.now(),
         "gpu": None, "cpu": cpu_model(), "driver": None, "versions": versions(),
         "load_average": list(os.getloadavg()), "command": "python -m benchmarks.cpu_gemm", "sources": sources(), "rows": rows,
     }  # fmt: skip

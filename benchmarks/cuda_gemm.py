@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from . import records, timing
+from .forced import forced_call
+from .shapes import Layer, Product
 from .timing import TURNS, WARM
 
 # (contract, operand type, peer's type, the most of the peer's time, shapes m, n, k)
@@ -170,44 +172,23 @@ def tile_rows() -> list[dict[str, Any]]:
     multiprocessor, and with one. Both operands K_MAJOR."""
     import torch
 
-    from detkern.backend import Execution
     from detkern.contracts import get_contract
-    from detkern.cu import geometry, launch
+    from detkern.cu import geometry
     from detkern.cu.device import describe
     from detkern.dtypes import by_name
-    from detkern.problem import gemm_problem
-    from detkern.tensors import Device, TensorView
 
-    device = Device("cuda", 0)
-    facts = describe(0)
+    multiprocessors = describe(0).multiprocessors
     rows = []
     k = 4096
 
-    def view(tensor: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> TensorView:
-        return TensorView(tensor.data_ptr(), shape, strides, dtype, device, array=tensor)
-
-    def allocate(size: int) -> TensorView:
-        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
-        return view(memory, (size,), (1,), by_name("e4m3"))
-
-    def calls(contract: Any, dtype: Any, tile: Any, ctas: int) -> list[Callable[[], Any]]:
+    def calls(contract: str, dtype: Any, tile: Any, ctas: int) -> list[Callable[[], Any]]:
         """Calls whose tiles are `ctas` on each multiprocessor."""
-        count = facts.multiprocessors * ctas
+        count = multiprocessors * ctas
         across = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
         m, n = tile["TILE_M"] * across, tile["TILE_N"] * (count // across)
-        result = []
-        for x, w, out in _operands(m, n, k, getattr(torch, dtype.name), _sets(m, n, k, dtype.itemsize)):
-            a, b = view(x, (m, k), (k, 1), dtype), view(w, (k, n), (1, k), dtype)
-            c = view(out, (m, n), (n, 1), dtype)
-            problem = gemm_problem(contract, a, b, c, None, False)
-            chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
-
-            def call(problem: Any = problem, a: Any = a, b: Any = b, c: Any = c, chosen: Any = chosen) -> None:
-                stream = torch.cuda.current_stream().cuda_stream
-                launch.launch(problem, a, b, c, None, Execution(device, stream, allocate), chosen)
-
-            result.append(call)
-        return result
+        product = Product(Layer("tiles", str(tile), n, k), m, "forward", contract, dtype.name)
+        operands = _operands(m, n, k, getattr(torch, dtype.name), _sets(m, n, k, dtype.itemsize))
+        return [forced_call(product, tile, *one) for one in operands]
 
     for contract_name, dtype_name in (
         ("fma", "float32"),
@@ -221,9 +202,9 @@ def tile_rows() -> list[dict[str, Any]]:
         for tile in geometry.tiles_for(contract, dtype):
             if (geometry.Load.K_MAJOR, geometry.Load.K_MAJOR) not in tile.loads:
                 continue
-            sides = {"wave_us": calls(contract, dtype, tile, tile["CTAS_PER_SM"])}
+            sides = {"wave_us": calls(contract_name, dtype, tile, tile["CTAS_PER_SM"])}
             if tile["CTAS_PER_SM"] > 1:
-                sides["alone_us"] = calls(contract, dtype, tile, 1)
+                sides["alone_us"] = calls(contract_name, dtype, tile, 1)
             found = {name: round(microseconds, 1) for name, microseconds in _medians(sides).items()}
             in_table = {"table_wave_us": tile.wave_us, "table_alone_us": tile.alone_us}
             rows.append({"contract": contract_name, "type": dtype_name, "tile": str(tile), **found, **in_table})

@@ -16,7 +16,6 @@ Ends with status 1 unless every target is met over all of shapes.toml (with --ch
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
@@ -136,15 +135,11 @@ def sweep(
                 if time.monotonic() >= deadline:
                     left += 1
                     continue
-                rows.append(measure(device, product, operands, compared) | {"date": _now()})
+                rows.append(measure(device, product, operands, compared) | {"date": records.now()})
                 _show(rows[-1])
         del operands
         done(rows)
     return left
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _show(row: dict[str, Any]) -> None:

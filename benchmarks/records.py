@@ -55,6 +55,11 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def now() -> str:
+    """The date and time of a record."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 def versions() -> dict[str, str]:
     """Python, and the packages that are installed of those that matter to a measurement."""
     found = {"python": platform.python_version()}
@@ -82,7 +87,7 @@ def write(
     """
     record = {
         "what": what,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "gpu": gpu,
         "driver": driver,
         "versions": versions() | (more or {}),

@@ -118,7 +118,11 @@ def capture(device: Device, calls: Calls) -> Captured:
 
 
 def interleave(
-    device: Device, captured: Mapping[str, Captured], turns: int = TURNS, warm: int = WARM
+    device: Device,
+    captured: Mapping[str, Captured],
+    turns: int = TURNS,
+    warm: int = WARM,
+    turn_us: float = TURN_US,
 ) -> dict[str, list[float]]:
     """µs a call of each peer in each turn. A turn replays every peer's graph, each long enough to measure; each turn begins
     with another peer."""
@@ -126,7 +130,7 @@ def interleave(
     for name, one in captured.items():
         begin = device.mark()
         one.graph.replay()
-        replays[name] = max(1, math.ceil(TURN_US / max(device.between(begin, device.mark()), 1.0)))
+        replays[name] = max(1, math.ceil(turn_us / max(device.between(begin, device.mark()), 1.0)))
     times: dict[str, list[float]] = {name: [] for name in captured}
     for turn in range(warm + turns):
         names = list(

@@ -9,7 +9,6 @@ that a run does not measure are kept.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -17,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import shapes, timing
+from . import records, shapes, timing
 from .forced import forced_call, tiles_of
 from .operands import Operands
 from .shapes import Product
 
-TURNS, WARM = 3, 1
+TURNS, WARM, TURN_US = 3, 1, 700.0
 FILE = Path(__file__).resolve().parent.parent / "detkern" / "cu" / "tiles" / "tuned.json"
 
 Key = tuple[str, str, int, int]
@@ -41,7 +40,7 @@ def fastest(device: Any, product: Product, operands: Operands, candidates: int) 
     captured = {}
     for tile in tiles_of(product, *rotating[0])[:candidates]:
         captured[str(tile)] = timing.capture(device, [forced_call(product, tile, *one) for one in rotating])
-    times = timing.interleave(device, captured, TURNS, WARM)
+    times = timing.interleave(device, captured, TURNS, WARM, TURN_US)
     found = {label: statistics.median(measured) for label, measured in times.items()}
     return dict(sorted(found.items(), key=lambda one: one[1]))
 
@@ -79,7 +78,6 @@ def main() -> int:
     from detkern.cu.device import describe
 
     begin = time.monotonic()
-    timing.TURN_US = 700.0
     all_shapes = shapes.load()
     device = timing.Cuda()
     facts = describe(0)
@@ -108,7 +106,7 @@ def main() -> int:
     content |= {
         "gpu": facts.name,
         "multiprocessors": facts.multiprocessors,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": records.now(),
         "command": "python -m benchmarks.tune",
     }
     write(arguments.output, content | {"rows": merged(content["rows"], found)})

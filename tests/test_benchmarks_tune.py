@@ -101,7 +101,9 @@ def test_tiles_are_timed_in_turn_and_the_fastest_comes_first(monkeypatch: pytest
     monkeypatch.setattr(
         tune.timing,
         "interleave",
-        lambda device, captured, turns, warm: {name: [us[name], us[name] + 0.1, us[name] + 9] for name in captured},
+        lambda device, captured, turns, warm, turn_us: {
+            name: [us[name], us[name] + 0.1, us[name] + 9] for name in captured
+        },
     )
     found = tune.fastest(None, product, operands, 3)
     assert list(found) == ["fast", "between", "slow"]
@@ -117,7 +119,6 @@ def test_a_run_writes_the_file_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatc
     host = types.SimpleNamespace(name="cpu", cache_bytes=4096, active=lambda: torch.no_grad())
     monkeypatch.setattr(tune.shapes, "load", lambda: small)
     monkeypatch.setattr(tune.timing, "Cuda", lambda: host)
-    monkeypatch.setattr(tune.timing, "TURN_US", tune.timing.TURN_US)  # which the run changes for itself
     monkeypatch.setattr(device, "describe", lambda index: device.CudaDevice(0, "Made-up GPU", "", (9, 0), 132, "1"))
     monkeypatch.setattr(tune, "fastest", lambda device, product, operands, count: {f"{product.op} {product.m}": 1.0})
     path, log = tmp_path / "tuned.json", tmp_path / "log"
