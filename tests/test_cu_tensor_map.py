@@ -169,7 +169,7 @@ SHAPE = MapShape(F16, (72, 100, 5), (160, 18000), 128)
 
 def test_a_map_is_made_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = cu_driver.install(monkeypatch)
-    shape = replace(SHAPE, _maps={})
+    shape = replace(SHAPE)
     first = shape.at(4096)
     assert shape.at(4096) is first
     assert shape.at(8192) is not first
@@ -183,7 +183,7 @@ def test_a_map_is_made_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> N
         "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
         "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
     ]
-    assert replace(SHAPE, dtype=BF16, _maps={}).at(4096) is not first
+    assert replace(SHAPE, dtype=BF16).at(4096) is not first
     assert driver.maps[-1][0] == "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
 
 
@@ -191,7 +191,7 @@ def test_no_more_maps_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None
     """An allocator that never gives an address twice must not fill the host's memory."""
     driver = cu_driver.install(monkeypatch)
     monkeypatch.setattr(tensor_map, "_MAPS", 4)
-    shape = replace(SHAPE, _maps={})
+    shape = replace(SHAPE)
     for pointer in range(16, 16 * 100, 16):
         shape.at(pointer)
         assert len(shape._maps) <= 4
@@ -203,7 +203,7 @@ def test_no_more_maps_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_the_driver_refuses_is_a_device_error_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = cu_driver.install(monkeypatch)
     driver.failure = cu_driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    shape = replace(SHAPE, _maps={})
+    shape = replace(SHAPE)
     with pytest.raises(
         DeviceError, match=r"no tensor map \(CUDA_ERROR_INVALID_VALUE\) of .*\(72, 100, 5\).*at address 0x1000"
     ):

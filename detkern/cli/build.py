@@ -11,7 +11,7 @@ from rich.progress import track
 
 from ..contracts import CONTRACTS
 from ..errors import BackendUnavailable, ContractUnsupported
-from .options import CONTRACT, NAMES
+from .options import contracts_option
 
 __all__ = ["build"]
 
@@ -35,14 +35,7 @@ def _capability(text: str) -> tuple[int, int]:
     metavar="X.Y",
     help="Compute capability to compile for, needing no GPU; default: that of the first CUDA device.",
 )
-@click.option(
-    "--contract",
-    "contracts",
-    multiple=True,
-    type=CONTRACT,
-    metavar="NAME",
-    help=f"Only this one, may be repeated: {NAMES}. Default: all that the capability offers, and the bias gradient.",
-)
+@contracts_option("Default: all that the capability offers, and the bias gradient.")
 @click.option("--processes", type=click.IntRange(1), help="Compilers at a time; default: one a core.")
 def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
     """Compile the CUDA kernels into the cache folder.

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..operands import VERSION, digest, generate
 from ..registry import backend_names
 from ..tensors import Device
-from .options import CONTRACT, NAMES
+from .options import contracts_option
 from .options import device as parse_device
 from .subject import Array, Subject, find, sample
 
@@ -39,14 +39,7 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
 @click.option(
     "--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first."
 )
-@click.option(
-    "--contract",
-    "contracts",
-    multiple=True,
-    type=CONTRACT,
-    metavar="NAME",
-    help=f"Only this one, may be repeated: {NAMES}.",
-)
+@contracts_option()
 def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...]) -> None:
     """Print a SHA-256 for each contract and type over results on fixed operands.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -12,10 +14,16 @@ from ..errors import DetkernError
 from ..tensors import Device
 from .files import Location, parse_location
 
-__all__ = ["CONTRACT", "NAMES", "array_file", "device", "element_type"]
+__all__ = ["CONTRACT", "NAMES", "array_file", "contracts_option", "device", "element_type"]
 
 NAMES = ", ".join(CONTRACTS)
 CONTRACT = click.Choice(list(CONTRACTS))
+
+
+def contracts_option(default: str = "") -> Callable[[Any], Any]:
+    """--contract, which may be repeated, as the parameter `contracts`. default: a sentence on what none means."""
+    text = f"Only this one, may be repeated: {NAMES}.{default and ' ' + default}"
+    return click.option("--contract", "contracts", multiple=True, type=CONTRACT, metavar="NAME", help=text)
 
 
 def element_type(text: str) -> DType:

@@ -294,12 +294,9 @@ def launch_for(
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
     grid = max(1, min(_tile_count(problem, tile), _GRID_LIMIT))
-    maps = None
-    if tile.by_tma:
-        maps = _maps(problem, tile, load_a, load_b)
-        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
-    if _scratch_bytes(tile, problem.k, 1):
-        # Scratch is a slot a CTA, so no more CTAs than run at once: each walks over several tiles.
+    if tile.by_tma or _scratch_bytes(tile, problem.k, 1):
+        # No more CTAs than run at once, each of which walks over several tiles: scratch is a slot a CTA, and the loads of
+        # the next tile begin before the last one is written.
         grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
     return Launch(
         tile=tile,
@@ -309,7 +306,7 @@ def launch_for(
         grid=grid,
         threads=tile.threads,
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
-        maps=maps,
+        maps=_maps(problem, tile, load_a, load_b) if tile.by_tma else None,
     )
 
 
@@ -342,9 +339,9 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     rows_b = tile["TILE_N"] if load_b == Load.K_MAJOR else tile["TILE_K"]
     out = output_map_shape(problem)
     return Maps(
-        a=replace(shapes[0], rows=rows_a, _maps={}),
-        b=replace(shapes[1], rows=rows_b, _maps={}),
-        out=None if out is None or not tile.stores_by_tma else replace(out, rows=16, _maps={}),
+        a=replace(shapes[0], rows=rows_a),
+        b=replace(shapes[1], rows=rows_b),
+        out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
     )
 
 

@@ -49,7 +49,7 @@ class MapShape:
     sizes: tuple[int, int, int]
     strides: tuple[int, int]
     rows: int
-    _maps: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    _maps: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def at(self, pointer: int) -> Any:
         """The map of an operand at that address, which must be a multiple of 16 (a cuda-bindings CUtensorMap)."""
