@@ -37,10 +37,16 @@ struct Ring {
   DETKERN_INLINE uint32_t full(uint32_t stage) const { return barriers + stage * 16; }
   DETKERN_INLINE uint32_t empty(uint32_t stage) const { return full(stage) + 8; }
 
-  // Waits for a stage's operands.
+  // Whether a stage's operands are there.
   template <class Position>
-  DETKERN_INLINE void take(const Position& position) const {
-    mbarrier_wait(full(position.stage), position.parity);
+  DETKERN_INLINE bool full_already(const Position& position) const {
+    return mbarrier_test(full(position.stage), position.parity);
+  }
+
+  // Waits for a stage's operands. known: that they are there.
+  template <class Position>
+  DETKERN_INLINE void take(const Position& position, bool known = false) const {
+    if (!known) mbarrier_wait(full(position.stage), position.parity);
     if (JITTER == 2) empty_stage(position.stage);
     jitter(position.stage);
   }
@@ -74,6 +80,12 @@ struct RingPosition {
   DETKERN_INLINE void step() {
     stage = stage + 1 == COUNT ? 0 : stage + 1;
     parity ^= stage == 0;
+  }
+
+  DETKERN_INLINE RingPosition next() const {
+    RingPosition result = *this;
+    result.step();
+    return result;
   }
 
   DETKERN_INLINE void advance(uint32_t steps) {

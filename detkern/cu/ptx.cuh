@@ -264,6 +264,17 @@ DETKERN_INLINE void fence_barrier_init() {
   fence_async_proxy();
 }
 
+// Whether the phase of this parity has ended.
+DETKERN_INLINE bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 // Waits for the end of the phase of this parity: the first has 0; before it, the one of parity 1 counts as ended.
 DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended;

@@ -1,11 +1,10 @@
-// Contract tree-mma16 (wgmma m64n64k16, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
+// Contract tree-mma16 (wgmma m64n64k16 in the tables, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows of the CTA's outputs: a leaf in slices of 64
-// columns, each multiplied, rounded and added before the next. So a group waits for its own products; the others' keep
-// the tensor cores busy meanwhile. A comes from registers (ldmatrix), which halves what wgmma reads of shared memory.
-// One more warp group produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows and GROUP_N columns of the CTA's outputs. A group waits for
+// its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group produces:
+// one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
 // Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left;
 // the lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
@@ -26,10 +25,8 @@ constexpr int GROUP = 128;  // threads of a warp group
 constexpr int CONSUMERS = GROUPS_M * GROUPS_N;
 constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = (CONSUMERS + 1) * GROUP;
-constexpr int SLICE_N = 64;
-constexpr int SLICES = TILE_N / GROUPS_N / SLICE_N;
-constexpr int SLICE_WORDS = SLICE_N / 4;  // of two outputs, a thread
-constexpr int WORDS = SLICES * SLICE_WORDS;
+constexpr int GROUP_N = TILE_N / GROUPS_N;
+constexpr int WORDS = GROUP_N / 4;  // of two outputs, a thread
 constexpr int LEAF = 32;
 // At launch all threads have the same; the consumers take what the producers give up.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
@@ -43,7 +40,7 @@ using Position = RingPosition<STAGES>;
 using Walk = TileWalk<TILE_M, TILE_N, BAND>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
 constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory at once
-using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, SLICES * SLICE_N>;
+using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, GROUP_N>;
 
 constexpr int LEVELS_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WARPS* WarpOutput::BYTES
@@ -51,8 +48,7 @@ constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WAR
                                  : CONSUMING_WARPS * WarpOutput::BYTES;
 constexpr int BARRIERS_AT = LEVELS_AT + LEVELS_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_M == 64 * GROUPS_M && SLICES * SLICE_N * GROUPS_N == TILE_N,
-              "a warp group has 64 rows, whole slices");
+static_assert(TILE_M == 64 * GROUPS_M && GROUP_N * GROUPS_N == TILE_N, "a warp group has 64 rows");
 static_assert(TILE_K == 2 * LEAF && CTAS_PER_SM == 1, "a stage is two leaves; a CTA has the SM");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
@@ -66,68 +62,35 @@ DETKERN_INLINE void copy_words(uint32_t (&target)[WORDS], const uint32_t (&sourc
   for (int i = 0; i < WORDS; ++i) target[i] = source[i];
 }
 
-// Fragments of A that wgmma takes from registers, 16 rows of this warp by 16 k each: the matrices (m, k) = (0, 0), (8,
-// 0), (0, 8), (8, 8), as mma.m16n8k16 has them.
-class FragmentsA {
- public:
-  // row: of the warp's first, in the tile.
-  DETKERN_INLINE explicit FragmentsA(int row) {
-    const int lane = thread_index() % 32, matrix = lane / 8;
-    const int m8 = row / 8 + matrix % 2, k8 = matrix / 2;
-    lane_ = LOAD_A == MN_MAJOR ? (m8 / 8 * TILE_K + k8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((m8 % 8 ^ lane % 8) << 4)
-                               : (m8 * 8 + lane % 8) * ATOM_ROW_BYTES + ((k8 ^ lane % 8) << 4);
-  }
-
-  // 16 k, numbered `step`, of the tile at shared-memory address `tile`.
-  DETKERN_INLINE void load(uint32_t (&fragment)[4], uint32_t tile, int step) const {
-    if constexpr (LOAD_A == MN_MAJOR) {
-      load_matrix_x4_transposed(fragment, tile + lane_ + step * 16 * ATOM_ROW_BYTES);
-    } else {
-      load_matrix_x4(fragment, tile + (lane_ ^ step * 32));
-    }
-  }
-
- private:
-  uint32_t lane_;
-};
-
 // Where a consumer is in the leaves of all its tiles. Which half of its stage a leaf is, is known where the code is
 // written out, so that little more than the products, roundings and sums remains of it.
 class Leaves {
  public:
   // row, column: of the group's outputs in the tile.
   DETKERN_INLINE Leaves(const StageRing& ring, int row, int column)
-      : ring_(ring), fragments_(row + thread_index() % GROUP / 32 * 16), column_offset_(TileB::offset(column, 0)) {}
+      : ring_(ring), ready_(false), row_offset_(TileA::offset(row, 0)), column_offset_(TileB::offset(column, 0)) {}
 
   // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
   template <int HALF, bool FIRST>
   DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
     if (HALF == 0) {
-      ring_.take(position_);
-      a_ = ring_.a(position_.stage);
+      ring_.take(position_, ready_);
+      a_ = TileA::low_word(ring_.a(position_.stage) + row_offset_);
       b_ = TileB::low_word(ring_.b(position_.stage) + column_offset_);
     }
-    uint32_t a[2][4];
+    float acc[GROUP_N / 2];
+    wgmma_fence();
+    multiply<true>(acc, 2 * HALF);
+    multiply<false>(acc, 2 * HALF + 1);
+    wgmma_commit();
+    if (HALF == 1) ready_ = ring_.full_already(position_.next());
+    wgmma_wait<0>();
+    hold(acc);
+    if (HALF == 1) leave_stage();
 #pragma unroll
-    for (int step = 0; step < 2; ++step) fragments_.load(a[step], a_, 2 * HALF + step);
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) {
-      float acc[SLICE_N / 2];
-      wgmma_fence();
-      wgmma<SLICE_N, OPERAND, true, TileB::TRANSPOSED>(acc, a[0],
-                                                       TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF)));
-      wgmma<SLICE_N, OPERAND, false, TileB::TRANSPOSED>(
-          acc, a[1], TileB::descriptor(b_, TileB::offset(slice * SLICE_N, 2 * HALF + 1)));
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(acc);
-      if (HALF == 1 && slice == SLICES - 1) leave_stage();
-#pragma unroll
-      for (int i = 0; i < SLICE_WORDS; ++i) {
-        uint32_t& word = sum[slice * SLICE_WORDS + i];
-        const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
-        word = FIRST ? leaf : add_pair<OPERAND>(word, leaf);
-      }
+    for (int i = 0; i < WORDS; ++i) {
+      const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
+      sum[i] = FIRST ? leaf : add_pair<OPERAND>(sum[i], leaf);
     }
   }
 
@@ -157,12 +120,24 @@ class Leaves {
     position_.step();
   }
 
+  // The stage that ended a tile was left with its second leaf empty: nothing is known of the next one.
+  DETKERN_INLINE void leave_tile() {
+    leave_stage();
+    ready_ = false;
+  }
+
  private:
+  template <bool FROM_ZERO>
+  DETKERN_INLINE void multiply(float (&acc)[GROUP_N / 2], int step) const {
+    wgmma<GROUP_N, OPERAND, FROM_ZERO, TileA::TRANSPOSED, TileB::TRANSPOSED>(
+        acc, TileA::descriptor(a_, TileA::offset(0, step)), TileB::descriptor(b_, TileB::offset(0, step)));
+  }
+
   StageRing ring_;
   Position position_;
-  FragmentsA fragments_;
-  uint32_t column_offset_;
-  uint32_t a_, b_;  // of the current stage
+  bool ready_;  // whether that stage is known to be full: asking takes long enough to do it beforehand
+  uint32_t row_offset_, column_offset_;
+  uint32_t a_, b_;  // low words of descriptors, in the current stage
 };
 
 // Writes outputs of the operands' type to which nothing is added, as the words are but for the contract's + 0. Returns
@@ -175,13 +150,13 @@ DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int
   const int thread = thread_index();
   const int64_t first_row = tile.row + row + thread % GROUP / 32 * 16 + thread % 32 / 4;
   const int64_t first_column = tile.column + column + thread % 4 * 2;
-  const int columns_left = clamp(p.n - first_column, SLICES * SLICE_N);
+  const int columns_left = clamp(p.n - first_column, GROUP_N);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (first_row + 8 * half >= p.m) break;
     uint32_t* target = reinterpret_cast<uint32_t*>(out + (first_row + 8 * half) * p.out_row + first_column);
 #pragma unroll
-    for (int j = 0; j < SLICES * SLICE_N / 8; ++j) {
+    for (int j = 0; j < GROUP_N / 8; ++j) {
       if (8 * j < columns_left) target[4 * j] = add_pair<OPERAND>(node[2 * j + half], 0);
     }
   }
@@ -206,7 +181,7 @@ DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, u
 
 DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned char* levels_memory, int group,
                             uint32_t leaf_count) {
-  const int row = group % GROUPS_M * 64, column = group / GROUPS_M * (SLICES * SLICE_N);
+  const int row = group % GROUPS_M * 64, column = group / GROUPS_M * GROUP_N;
   Leaves leaves(ring, row, column);
   for (Walk tiles(p); tiles.more(); tiles.step()) {
     NodeWalk walk(leaf_count);
@@ -242,7 +217,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned
       walk.step();
     }
 
-    if (half != 0) leaves.leave_stage();
+    if (half != 0) leaves.leave_tile();
 
     const OutputTile output = tiles.output();
     if (!store_words(p, output, row, column, node)) store_through_shared(p, output, levels_memory, node);

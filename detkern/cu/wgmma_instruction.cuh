@@ -106,20 +106,3 @@ DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   DETKERN_WIDTH(224, 112, 113, 114, 115, 116)
   DETKERN_WIDTH(256, 128, 129, 130, 131, 132)
 }
-
-// The same with A in registers, mma.m16n8k16's fragment of each warp's 16 rows.
-#define DETKERN_WGMMA_REGISTERS(N, TYPE, A0, A1, A2, A3, B, SCALE, TRANS_B)                                           \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DETKERN_D_##N "}, {%" #A0 ", %" #A1 \
-               ", %" #A2 ", %" #A3 "}, %" #B ", %" #SCALE ", 1, 1, %" #TRANS_B ";"                                    \
-               : DETKERN_OUT_##N                                                                                      \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FROM_ZERO ? 0 : 1), "n"(TRANSPOSED_B))
-#define DETKERN_WIDTH_REGISTERS(N, A0, A1, A2, A3, B, SCALE, TRANS_B)                                                 \
-  if constexpr (WIDTH == N && DTYPE == BF16) DETKERN_WGMMA_REGISTERS(N, "bf16", A0, A1, A2, A3, B, SCALE, TRANS_B);   \
-  if constexpr (WIDTH == N && DTYPE == F16) DETKERN_WGMMA_REGISTERS(N, "f16", A0, A1, A2, A3, B, SCALE, TRANS_B);
-
-template <int WIDTH, int DTYPE, bool FROM_ZERO, int TRANSPOSED_B>
-DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(DTYPE == F16 || DTYPE == BF16, "wgmma m64nNk16 is used for f16 and bf16");
-  static_assert(WIDTH == 64, "the width of wgmma that is written out here");
-  DETKERN_WIDTH_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38)
-}
