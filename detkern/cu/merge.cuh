@@ -15,12 +15,13 @@
 
 #include "ptx.cuh"
 
-// The position in a tree of `leaves` leaves (at least 1), walked leaf by leaf.
+// The position in a tree of `leaves` leaves (at least 1; their k would fill 2^38 bytes before 32 bits overflow), walked
+// leaf by leaf: each step is taken beside 32 k of products, and 64 bits would be a percent of them.
 class MidSplitWalk {
  public:
-  DETKERN_INLINE explicit MidSplitWalk(int64_t leaves) : node_(0), inside_pair_(false) {
-    depth_ = 63 - __clzll(leaves);
-    extra_ = leaves - (int64_t(1) << depth_);
+  DETKERN_INLINE explicit MidSplitWalk(uint32_t leaves) : node_(0), inside_pair_(false) {
+    depth_ = 31 - __clz(leaves);
+    extra_ = leaves - (1u << depth_);
   }
 
   // Whether the tree has pairs at all: then level 0 of the stack holds the left leaf of a pair.
@@ -28,16 +29,16 @@ class MidSplitWalk {
 
   // Whether the current leaf is the left one of a pair; if so, it only waits.
   DETKERN_INLINE bool at_left_of_pair() const {
-    const uint64_t reversed = depth_ == 0 ? 0 : __brevll(node_) >> (64 - depth_);
-    return !inside_pair_ && extra_ + static_cast<int64_t>(reversed) >= (int64_t(1) << depth_);
+    const uint32_t reversed = depth_ == 0 ? 0 : __brev(node_) >> (32 - depth_);
+    return !inside_pair_ && reversed >= (1u << depth_) - extra_;
   }
 
   DETKERN_INLINE bool at_right_of_pair() const { return inside_pair_; }
 
   // How many nodes above the current bottom node end with it.
-  DETKERN_INLINE int nodes_ended() const { return __ffsll(static_cast<int64_t>(~node_)) - 1; }
+  DETKERN_INLINE int nodes_ended() const { return __ffs(static_cast<int>(~node_)) - 1; }
 
-  DETKERN_INLINE bool at_last_node() const { return node_ + 1 == uint64_t(1) << depth_; }
+  DETKERN_INLINE bool at_last_node() const { return node_ + 1 == 1u << depth_; }
 
   DETKERN_INLINE void step() {
     if (at_left_of_pair()) {
@@ -49,8 +50,8 @@ class MidSplitWalk {
   }
 
  private:
-  uint64_t node_;
-  int64_t extra_;
+  uint32_t node_;
+  uint32_t extra_;
   int depth_;
   bool inside_pair_;
 };
@@ -123,8 +124,8 @@ class MergeStack {
  public:
   static constexpr int LEVEL_BYTES = WORDS * THREAD_COUNT * 4;
 
-  DETKERN_INLINE MergeStack(int64_t leaves, uint32_t shared, void* scratch)
-      : walk_(leaves), levels_(leaves > 1 ? 64 - __clzll(leaves - 1) : 0, shared, scratch) {}
+  DETKERN_INLINE MergeStack(uint32_t leaves, uint32_t shared, void* scratch)
+      : walk_(leaves), levels_(leaves > 1 ? 32 - __clz(leaves - 1) : 0, shared, scratch) {}
 
   // Takes the next leaf and leaves in `value` the largest node that ends with it: after the last leaf, the root.
   DETKERN_INLINE void push(uint32_t (&value)[WORDS]) {
