@@ -36,7 +36,8 @@ struct ColumnSumParams {
 };
 
 // Adding and copying warps meet at instructions of their own, which __syncthreads() may not do.
-constexpr int OFFSETS_BARRIER = 1, STAGE_BARRIER = 2;
+// Which of two that hand stages to each other waits and which arrives differs, so that takes two barriers.
+constexpr int OFFSETS_BARRIER = 1, FULL_BARRIER = 2, EMPTY_BARRIER = 3;
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
 constexpr int LINES = LOAD == K_MAJOR ? TILE_N : ROWS;
@@ -269,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       for (int64_t next = 0; next < stages + STAGES - 1; ++next) {
         if (next >= STAGES - 1) {
           copy_async_wait<STAGES - 2>();
-          named_barrier<THREADS>(STAGE_BARRIER);  // stage next - STAGES + 1 is in place, the one before it is added
+          named_barrier_arrive<THREADS>(FULL_BARRIER);  // stage next - STAGES + 1 is in place
+          named_barrier<THREADS>(EMPTY_BARRIER);        // the one before it is added
         }
         if (next < stages) copy.copy(ring + slot * STAGE_BYTES, next);
         copy_async_commit();
@@ -281,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       if (p.accumulate && column < p.n) acc = static_cast<const float*>(p.out)[column * p.out_stride];
       int slot = 0;
       for (int64_t stage = 0; stage < stages; ++stage) {
-        named_barrier<THREADS>(STAGE_BARRIER);
+        named_barrier<THREADS>(FULL_BARRIER);
+        named_barrier_arrive<THREADS>(EMPTY_BARRIER);  // after it: no loader comes to the next stage before all are here
         add_rows(acc, ring + slot * STAGE_BYTES, thread, clamp(p.rows - stage * ROWS, ROWS));
         slot = slot + 1 == STAGES ? 0 : slot + 1;
       }
