@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..torch import batching, eager, ops, route
 from .rules import GradientProduct, Layout, linear_gradient, matmul_gradient
 
-__all__ = ["Settings", "bias_gradient", "linear", "matmul"]
+__all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
@@ -38,7 +38,7 @@ def matmul(a: Any, b: Any, settings: Settings) -> Any:
     """a @ b, recorded where autograd records, in the form that fits the tensors."""
     if route.direct(a, b):
         if route.recorded(a, b):
-            return _Matmul.apply(a, b, settings)
+            return _apply_matmul(a, b, settings)
         return eager.matmul(a, b, *settings[:3])
     if route.transformed():
         return _TransformedMatmul.apply(a, b, settings)
@@ -49,7 +49,7 @@ def linear(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
     """x @ weight.T + bias, in the same way."""
     if route.direct(x, weight, bias):
         if route.recorded(x, weight, bias):
-            return _Linear.apply(x, weight, bias, settings)
+            return record_linear(x, weight, bias, settings)
         return eager.linear(x, weight, bias, *settings[:3])
     if route.transformed():
         return _TransformedLinear.apply(x, weight, bias, settings)
@@ -61,7 +61,7 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     """The sum of dc [.., N] over all rows, in the same way."""
     if route.direct(dc, dc):
         if route.recorded(dc, dc):
-            return _BiasGradient.apply(dc, out_dtype, backend)
+            return _apply_bias_gradient(dc, out_dtype, backend)
         return eager.bias_gradient(dc, out_dtype, backend)
     if route.transformed():
         return _TransformedBiasGradient.apply(dc, out_dtype, backend)
@@ -205,6 +205,13 @@ class _BiasGradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, incoming: Any) -> Any:
         return _spread(ctx, incoming), None, None
+
+
+# Function.apply first looks for the transforms of torch.func, which takes as long as recording does. They are not at work
+# where a call goes past the dispatcher, so this is the method of its base, which records.
+_apply_matmul = super(torch.autograd.Function, _Matmul).apply
+_apply_bias_gradient = super(torch.autograd.Function, _BiasGradient).apply
+record_linear = super(torch.autograd.Function, _Linear).apply
 
 
 # Under torch.func and forward-mode differentiation. A tangent is a sum of products by the contract, each rounded to the

@@ -123,8 +123,12 @@ def linear(
     if torch._C._is_any_autocast_enabled():
         x, weight, bias = ops.autocast(x, weight, bias)
     # What most calls are, with nothing done twice.
-    if route.direct(x, weight, bias) and not route.recorded(x, weight, bias):
-        return eager.linear(x, weight, bias, contract, out_dtype, backend)
+    if route.direct(x, weight, bias):
+        if not route.recorded(x, weight, bias):
+            return eager.linear(x, weight, bias, contract, out_dtype, backend)
+        frozen = route.freeze(contract, x.dtype, x.device)
+        settings = gradients.Settings(frozen, out_dtype, backend, main_grad, bias_main_grad)
+        return gradients.record_linear(x, weight, bias, settings)
     _need_tensors((x, "x"), (weight, "weight"), (bias, "bias"))
     frozen = route.freeze(contract, x.dtype, x.device)
     return gradients.linear(x, weight, bias, gradients.Settings(frozen, out_dtype, backend, main_grad, bias_main_grad))
