@@ -1,9 +1,8 @@
-"""Which backends serve which op on which kind of device, in order: one table, and the dispatch that reads it."""
+"""Dispatch: which backend of the table in requirements.py takes a call, and what each one answered where none does."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,31 +11,12 @@ from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
 from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+from .requirements import TABLE, Row
 from .tensors import Device
 
 __all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "passed_over", "select"]
 
 Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
-
-
-@dataclass(frozen=True)
-class Row:
-    """A backend: the module whose `BACKEND` it is, the kinds of device and the ops that it serves, and whether dispatch
-    may choose it (else only `backend=` does)."""
-
-    name: str
-    module: str
-    devices: tuple[str, ...]
-    ops: tuple[str, ...]
-    dispatched: bool = True
-
-
-# In order of preference on a device that several serve.
-TABLE: tuple[Row, ...] = (
-    Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum")),
-    Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum")),
-    Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
-)
 
 
 def backend_names() -> tuple[str, ...]:
@@ -60,11 +40,8 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
         return asked
     if configured is not None:
         return configured
-    capability = None
-    for row in TABLE:
-        if row.dispatched and device.kind in row.devices:
-            capability = load(row.name).capability(device)
-            break
+    capabilities = (load(row.name).capability(device) for row in TABLE if row.dispatched and device.kind in row.devices)
+    capability = next((known for known in capabilities if known is not None), None)
     return default_contract(dtype, device.kind, capability)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .. import requirements
 from ..backend import Execution, Kernel
-from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..contracts import Contract
 from ..dtypes import DType
 from ..errors import ContractUnsupported, DetkernError
 from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
@@ -22,41 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "CudaBackend", "offered"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """A contract and the compute capabilities for which its kernel is built: from `first`, up to and with `last`."""
-
-    contract: Contract
-    first: tuple[int, int]
-    last: tuple[int, int] | None = None
-
-    def serves(self, capability: tuple[int, int]) -> bool:
-        return self.first <= capability and (self.last is None or capability <= self.last)
-
-    def __str__(self) -> str:
-        first = "{}.{}".format(*self.first)
-        return f"{first} or newer" if self.last is None else "{} to {}.{}".format(first, *self.last)
-
-
-_OFFERS = (
-    _Offer(FMA, (8, 0)),
-    _Offer(TREE, (8, 0)),
-    _Offer(MMA16, (9, 0)),
-    _Offer(TREE_MMA16, (9, 0)),
-    _Offer(MMA8, (8, 0), (8, 9)),
-)
+_ROW = requirements.row("cuda")
 
 
 def offered(capability: tuple[int, int]) -> list[Contract]:
     """The contracts that have a kernel for a compute capability, whatever a self-check says."""
-    return [offer.contract for offer in _OFFERS if offer.serves(capability)]
-
-
-def _named(pairs: list[tuple[Contract, DType]]) -> str:
-    types: dict[str, list[str]] = {}
-    for contract, dtype in pairs:
-        types.setdefault(contract.name, []).append(dtype.short)
-    return ", ".join(f"{name} ({', '.join(shorts)})" for name, shorts in types.items()) or "nothing"
+    return list(dict.fromkeys(contract for contract, _ in _ROW.contracts("cuda", capability)))
 
 
 def _known_to_differ(device: CudaDevice, contract: Contract, dtype: DType) -> bool:
@@ -104,15 +75,8 @@ class CudaBackend:
 
     def _refusal(self, device: CudaDevice, contract: Contract, dtype: DType) -> str | None:
         here = [pair for pair in self._built_for(device) if not _known_to_differ(device, *pair)]
-        offer = next((offer for offer in _OFFERS if offer.contract == contract), None)
-        if offer is None:
-            return f"{contract} has no kernel here; {device} has {_named(here)}"
-        if not offer.serves(device.capability):
-            has = "{}.{}".format(*device.capability)
-            return f"{contract} needs compute capability {offer} and {device} has {has}; it has {_named(here)}"
-        if dtype not in contract.operands:
-            takes = ", ".join(operand.short for operand in contract.operands)
-            return f"{contract} does not take {dtype.short}; it takes {takes}"
+        if reason := _ROW.refusal(contract, dtype, "cuda", str(device), device.capability, here):
+            return reason
         if device.capability in selfcheck.SEEN:
             return None
         product = functools.partial(self._launch.product, device)
@@ -120,7 +84,7 @@ class CudaBackend:
         if not outcome.differing:
             return None
         left = [pair for pair in here if pair != (contract, dtype)]
-        return f"{contract} for {dtype.short} on {device} {outcome}; it has {_named(left)}"
+        return f"{contract} for {dtype.short} on {device} {outcome}; it has {requirements.named(left)}"
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
         """The pairs that `refuses` lets pass; runs the self-checks that have not run yet."""
@@ -132,7 +96,7 @@ class CudaBackend:
     @staticmethod
     def _built_for(device: CudaDevice) -> list[tuple[Contract, DType]]:
         """The pairs that have a kernel for the device."""
-        return [(contract, dtype) for contract in offered(device.capability) for dtype in contract.operands]
+        return _ROW.contracts("cuda", device.capability)
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the device, its driver, and how each contract's self-check came out."""

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import requirements
 from ..errors import BuildError
+from ..requirements import old_driver
 from .loader import supported_architectures, target
 
-__all__ = ["MINIMUM_CAPABILITY", "CudaDevice", "current", "describe", "missing"]
+__all__ = ["CudaDevice", "current", "describe", "missing"]
 
-# cp.async, ldmatrix and bf16 tensor cores begin here.
-MINIMUM_CAPABILITY = (8, 0)
+_ROW = requirements.row("cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,10 @@ def describe(index: int) -> CudaDevice:
 @functools.cache
 def missing(index: int) -> str | None:
     """Why device `index` cannot run the kernels of this package, or None where it can."""
+    if reason := _ROW.not_installed():
+        return reason
     try:
         from cupy.cuda import runtime
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            return f"CuPy cannot be imported: {error}"
-        return "CuPy is not installed; pip install 'detkern[cuda13]' or 'detkern[cuda12]'"
     except ImportError as error:
         return f"CuPy cannot be imported: {error}"
     if runtime.is_hip:
@@ -80,20 +79,15 @@ def missing(index: int) -> str | None:
     except runtime.CUDARuntimeError as error:
         if "InsufficientDriver" in str(error):
             supports = f"{version // 1000}.{version % 1000 // 10}"
-            built = runtime.runtimeGetVersion() // 1000
-            return (
-                f"the NVIDIA driver is too old: it supports CUDA {supports}, the installed CuPy needs CUDA {built}; "
-                "install a newer driver or the CuPy package of an older CUDA"
-            )
+            return old_driver(supports, "CuPy", str(runtime.runtimeGetVersion() // 1000))
         return f"the NVIDIA driver offers no device ({error})"
     if count == 0:
         return "there is no CUDA device"
     if index >= count:
         return f"there is no cuda:{index}; the last one is cuda:{count - 1}"
     device = describe(index)
-    major, minor = device.capability
-    if device.capability < MINIMUM_CAPABILITY:
-        return f"{device} has compute capability {major}.{minor}; the kernels need 8.0 or newer"
+    if reason := _ROW.too_old(str(device), device.capability):
+        return reason
     try:
         target(device.capability, supported_architectures())
     except BuildError as error:
