@@ -15,11 +15,11 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import detkern.cu
-from detkern import config, operands
+from detkern import config, operands, selfcheck
 from detkern.abi import mirror
 from detkern.backend import Execution
 from detkern.cpu import numpy_replay
-from detkern.cu import column_sum, selfcheck
+from detkern.cu import column_sum
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Load

@@ -11,9 +11,9 @@ import pytest
 from cu_device import DEVICE, MODES, Placed, allocate, differing, poison
 
 import detkern
-from detkern import operands
+from detkern import operands, selfcheck
 from detkern.backend import Execution
-from detkern.cu import column_sum, selfcheck
+from detkern.cu import column_sum
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType

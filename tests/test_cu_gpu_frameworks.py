@@ -11,9 +11,8 @@ import pytest
 from cu_device import replay
 
 import detkern
-from detkern import operands
+from detkern import operands, selfcheck
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import selfcheck
 from detkern.cu.device import describe
 from detkern.dtypes import BF16, F16, F32, DType
 

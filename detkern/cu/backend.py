@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from .. import requirements
+from .. import requirements, selfcheck
 from ..backend import Execution, Kernel
 from ..contracts import Contract
 from ..dtypes import DType
 from ..errors import ContractUnsupported, DetkernError
 from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
 from ..tensors import Device, TensorView
-from . import column_sum, selfcheck
-from .device import CudaDevice, describe, missing
+from . import column_sum
+from .device import SEEN, CudaDevice, describe, missing
 from .geometry import choose, source_of
+from .loader import source_digest
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,10 +31,14 @@ def offered(capability: tuple[int, int]) -> list[Contract]:
     return list(dict.fromkeys(contract for contract, _ in _ROW.contracts("cuda", capability)))
 
 
+def _known(device: CudaDevice, contract: Contract, dtype: DType) -> selfcheck.Outcome | None:
+    return selfcheck.known_outcome(device, contract, dtype, "cuda", source_digest((source_of(contract),)))
+
+
 def _known_to_differ(device: CudaDevice, contract: Contract, dtype: DType) -> bool:
-    if device.capability in selfcheck.SEEN:
+    if device.capability in SEEN:
         return False
-    found = selfcheck.known_outcome(device, contract, dtype, source_of(contract))
+    found = _known(device, contract, dtype)
     return found is not None and bool(found.differing)
 
 
@@ -77,10 +82,10 @@ class CudaBackend:
         here = [pair for pair in self._built_for(device) if not _known_to_differ(device, *pair)]
         if reason := _ROW.refusal(contract, dtype, "cuda", str(device), device.capability, here):
             return reason
-        if device.capability in selfcheck.SEEN:
+        if device.capability in SEEN:
             return None
         product = functools.partial(self._launch.product, device)
-        outcome = selfcheck.outcome(device, contract, dtype, source_of(contract), product)
+        outcome = selfcheck.outcome(device, contract, dtype, "cuda", source_digest((source_of(contract),)), product)
         if not outcome.differing:
             return None
         left = [pair for pair in here if pair != (contract, dtype)]
@@ -108,13 +113,15 @@ class CudaBackend:
             "compute capability": "{}.{}".format(*facts.capability),
             "driver": facts.driver,
         }
-        if facts.capability in selfcheck.SEEN:
+        if facts.capability in SEEN:
             return result | {"self-check": "not needed: every contract was compared on this compute capability"}
         for contract, dtype in self._built_for(facts):
-            found = selfcheck.known_outcome(facts, contract, dtype, source_of(contract))
+            found = _known(facts, contract, dtype)
             result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
         for dtype in column_sum.OPERANDS:
-            found = selfcheck.known_outcome(facts, selfcheck.COLUMN_SUM, dtype, column_sum.SOURCE)
+            found = selfcheck.known_outcome(
+                facts, selfcheck.COLUMN_SUM, dtype, "cuda", source_digest((column_sum.SOURCE,))
+            )
             result[f"self-check of column_sum {dtype.short}"] = "not run yet" if found is None else str(found)
         return result
 

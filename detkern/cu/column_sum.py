@@ -12,15 +12,15 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DetkernError, DeviceError
 from ..problem import ColumnSumProblem, column_sum_problem
 from ..tensors import Device, TensorView
-from . import selfcheck
-from .device import CudaDevice, current, describe
+from .device import SEEN, CudaDevice, current, describe
 from .geometry import Load
-from .loader import KernelBuild, load_function
+from .loader import KernelBuild, load_function, source_digest
 
 __all__ = [
     "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "build_for", "builds", "choose", "kernel", "launch",
@@ -223,10 +223,12 @@ def refusal(device: CudaDevice, operand: DType) -> str | None:
     device on which it has not been compared with the replay is checked all the same, once."""
     if operand not in OPERANDS:
         return f"column_sum takes {', '.join(dtype.short for dtype in OPERANDS)}, not {operand.short}"
-    if device.capability in selfcheck.SEEN:
+    if device.capability in SEEN:
         return None
     try:
-        found = selfcheck.column_sum_outcome(device, operand, SOURCE, functools.partial(sum_on, device))
+        found = selfcheck.column_sum_outcome(
+            device, operand, "cuda", source_digest((SOURCE,)), functools.partial(sum_on, device)
+        )
     except DetkernError as error:  # not an answer yet: the next call tries again
         return f"the self-check of column_sum on {device} did not finish: {error}"
     return f"column_sum for {operand.short} on {device} {found}" if found.differing else None

@@ -14,9 +14,12 @@ from ..errors import BuildError
 from ..requirements import old_driver
 from .loader import supported_architectures, target
 
-__all__ = ["CudaDevice", "current", "describe", "missing"]
+__all__ = ["SEEN", "CudaDevice", "current", "describe", "missing"]
 
 _ROW = requirements.row("cuda")
+
+# Compute capabilities on which every contract offered there was compared with the replay before release.
+SEEN = ((9, 0),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,15 @@ everything the code depends on, and loaded once per device at first use.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import logging
-import os
 import re
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import config
-from ..abi.build import cache_folder
+from .. import cache
 from ..errors import BuildError, DeviceError
 
 __all__ = [
@@ -28,14 +23,11 @@ __all__ = [
     "KernelBuild",
     "compile_kernel",
     "compiled_image",
-    "keep",
     "kernel_folder",
     "load_function",
     "source_digest",
     "target",
 ]
-
-_log = logging.getLogger("detkern")
 
 FOLDER = Path(__file__).parent
 ENTRY = "detkern_kernel"
@@ -167,14 +159,8 @@ def _cache_path(build: KernelBuild, architecture: str) -> Path:
 
 
 def kernel_folder() -> Path:
-    """Where compiled kernels and the outcomes of self-checks are kept; it may be read-only or not exist yet."""
-    try:
-        return cache_folder() / "cuda"
-    except BuildError:
-        # A folder asked for by name may be filled once and read-only ever after.
-        if config.cache_dir is None:
-            raise
-        return config.cache_dir / "cuda"
+    """Where compiled kernels are kept; it may be read-only or not exist yet."""
+    return cache.folder("cuda")
 
 
 def compiled_image(build: KernelBuild, architecture: str) -> bytes:
@@ -183,7 +169,7 @@ def compiled_image(build: KernelBuild, architecture: str) -> bytes:
     image = _read(path)
     if image is None:
         image, _ = compile_kernel(build, architecture)
-        keep(path, hashlib.sha256(image).digest() + image)
+        cache.keep(path, hashlib.sha256(image).digest() + image)
     return image
 
 
@@ -194,24 +180,6 @@ def _read(path: Path) -> bytes | None:
     except OSError:
         return None
     return content[32:] if hashlib.sha256(content[32:]).digest() == content[:32] else None
-
-
-def keep(path: Path, content: bytes) -> None:
-    """Write a cache file, under a temporary name first: a process sees a whole file or none. A failure is logged."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    except OSError as error:
-        _log.warning("detkern does this work anew in each process: %s cannot be written (%s)", path, error)
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        _log.warning("detkern does this work anew in each process: %s cannot be written (%s)", path, error)
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
 
 
 _functions: dict[tuple[int, KernelBuild], Any] = {}

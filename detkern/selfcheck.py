@@ -1,8 +1,9 @@
 """The check of a device on which a contract has not been seen: hostile operands, bit for bit against the CPU replay.
 
-Kernels and replay were compared at length on compute capability 9.0 alone. Elsewhere the arithmetic of a tensor core may
-differ (the generations do), so a contract is offered on a device only after this check, which runs once per device,
-driver and kernel source; its outcome is kept on disk. One differing bit refuses the contract there.
+The arithmetic of a tensor core may differ (the generations do, the makers do), and so may what a compiler makes of a kernel;
+so a contract is offered on a device only after this check, which runs once per device, driver and kernel source; its
+outcome is kept on disk. One differing bit refuses the contract there. A backend may leave it out on devices where its
+kernels and the replay were compared at length before release.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import operands
-from ..contracts import Contract
-from ..cpu import numpy_replay
-from ..cpu.float_environment import default_float_environment
-from ..dtypes import F32, DType
-from ..errors import DetkernError
-from .device import CudaDevice
-from .loader import keep, kernel_folder, source_digest
+from . import cache, operands
+from .contracts import Contract
+from .cpu import numpy_replay
+from .cpu.float_environment import default_float_environment
+from .dtypes import F32, DType
+from .errors import DetkernError
 
 __all__ = [
     "COLUMN_SUM",
-    "SEEN",
+    "CheckedDevice",
     "Outcome",
     "check",
     "check_column_sum",
@@ -46,13 +46,21 @@ ColumnSum = Callable[[Array, Array | None], Array]
 # The name under which the bias gradient is kept: no product's contract.
 COLUMN_SUM = "column_sum"
 
-# Compute capabilities on which every contract offered there was compared with the replay before release.
-SEEN = ((9, 0),)
-
 # A change of what is checked makes older outcomes void.
 _VERSION = 1
 _M, _N = 48, 40
 _DEPTHS = (8, 33, 128, 515)
+
+
+class CheckedDevice(Protocol):
+    """What tells devices apart: another name, serial number or driver is checked anew. Hashable."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def driver(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,53 +128,60 @@ def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
     return Outcome(elements, differing, example)
 
 
-_outcomes: dict[tuple[CudaDevice, str, DType], Outcome] = {}
-_lock = threading.Lock()
+_outcomes: dict[tuple[CheckedDevice, str, DType, str], Outcome] = {}
+_lock = threading.RLock()
 
 
-def _key(device: CudaDevice, name: str, operand: DType, source: str) -> str:
+def _path(device: CheckedDevice, name: str, operand: DType, backend: str, digest: str) -> Path:
     parts = (
-        device.name, device.uuid, device.driver, name, operand.name, source_digest((source,)),
-        str(operands.VERSION), str(_VERSION),
+        device.name, device.uuid, device.driver, name, operand.name, digest, str(operands.VERSION), str(_VERSION),
     )  # fmt: skip
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return cache.folder(backend) / f"selfcheck-{key}.json"
 
 
-def known_outcome(device: CudaDevice, contract: Contract | str, operand: DType, source: str) -> Outcome | None:
-    """The outcome found earlier, in this process or another, or None where the check has not run yet."""
+def known_outcome(
+    device: CheckedDevice, contract: Contract | str, operand: DType, backend: str, digest: str
+) -> Outcome | None:
+    """The outcome found earlier, in this process or another, or None where the check has not run yet.
+
+    backend: the folder of the cache. digest: of everything that the kernel's bits may depend on, such as its source.
+    """
     name = str(contract)
-    found = _outcomes.get((device, name, operand))
+    found = _outcomes.get((device, name, operand, digest))
     if found is None:
         try:
-            text = (kernel_folder() / f"selfcheck-{_key(device, name, operand, source)}.json").read_text()
-            fields = json.loads(text)
+            fields = json.loads(_path(device, name, operand, backend, digest).read_text())
             found = Outcome(int(fields["elements"]), int(fields["differing"]), str(fields["example"]))
         except (OSError, ValueError, KeyError, TypeError, DetkernError):
             return None
-        _outcomes[device, name, operand] = found
+        _outcomes[device, name, operand, digest] = found
     return found
 
 
-def outcome(device: CudaDevice, contract: Contract, operand: DType, source: str, product: Product) -> Outcome:
-    """The outcome on a device: found earlier, or the check run now. source: the kernel file that computes `contract`.
+def outcome(
+    device: CheckedDevice, contract: Contract, operand: DType, backend: str, digest: str, product: Product
+) -> Outcome:
+    """The outcome on a device: found earlier, or the check run now. What `product` raises comes through and is not kept."""
+    return _outcome(device, contract.name, operand, backend, digest, lambda: check(contract, operand, product))
 
-    What `product` raises comes through and is not kept.
-    """
-    return _outcome(device, contract.name, operand, source, lambda: check(contract, operand, product))
 
-
-def column_sum_outcome(device: CudaDevice, operand: DType, source: str, column_sum: ColumnSum) -> Outcome:
+def column_sum_outcome(
+    device: CheckedDevice, operand: DType, backend: str, digest: str, column_sum: ColumnSum
+) -> Outcome:
     """The bias gradient's outcome on a device, likewise."""
-    return _outcome(device, COLUMN_SUM, operand, source, lambda: check_column_sum(operand, column_sum))
+    return _outcome(device, COLUMN_SUM, operand, backend, digest, lambda: check_column_sum(operand, column_sum))
 
 
-def _outcome(device: CudaDevice, name: str, operand: DType, source: str, run: Callable[[], Outcome]) -> Outcome:
+def _outcome(
+    device: CheckedDevice, name: str, operand: DType, backend: str, digest: str, run: Callable[[], Outcome]
+) -> Outcome:
     with _lock:
-        found = known_outcome(device, name, operand, source)
+        found = known_outcome(device, name, operand, backend, digest)
         if found is None:
             found = run()
-            path = kernel_folder() / f"selfcheck-{_key(device, name, operand, source)}.json"
             about = {"device": device.name, "driver": device.driver, "contract": name, "operand": operand.name}
-            keep(path, json.dumps(about | asdict(found), indent=2).encode())
-            _outcomes[device, name, operand] = found
+            path = _path(device, name, operand, backend, digest)
+            cache.keep(path, json.dumps(about | asdict(found), indent=2).encode())
+            _outcomes[device, name, operand, digest] = found
     return found
