@@ -153,6 +153,7 @@ def old_driver(supports: str, package: str, needs: str) -> str:
     )
 
 
+_TRITON_INSTALL = "pip install 'detkern[triton]' (its launcher needs PyTorch too)"
 _CUPY = Package("cupy", "CuPy", "pip install 'detkern[cuda13]' or 'detkern[cuda12]'")
 
 # In order of preference on a device that several serve.
@@ -171,6 +172,18 @@ TABLE: tuple[Row, ...] = (
             Offer(MMA16, ("cuda",), (9, 0)),
             Offer(TREE_MMA16, ("cuda",), (9, 0)),
             Offer(MMA8, ("cuda",), (8, 0), (8, 9)),
+        ),
+    ),
+    Row(
+        "triton", "detkern.triton.backend", ("cuda", "rocm"), ("gemm", "column_sum"),
+        packages=(Package("torch", "PyTorch", _TRITON_INSTALL), Package("triton", "Triton", _TRITON_INSTALL)),
+        capability=(8, 0),  # bf16 begins here
+        # A self-check decides on each device which of these tl.dot and the compiler keep.
+        offers=(
+            Offer(FMA, ("cuda", "rocm")),
+            Offer(TREE, ("cuda", "rocm")),
+            Offer(MMA16, ("cuda", "rocm")),
+            Offer(TREE_MMA16, ("cuda", "rocm")),
         ),
     ),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),

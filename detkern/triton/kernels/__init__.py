@@ -1,0 +1,1 @@
+"""The kernels: Triton code, imported only once a device runs them."""
