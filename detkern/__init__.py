@@ -2,6 +2,7 @@
 
 from . import config
 from .api import Explanation, bias_gradient, explain, gemm, gemm_da, gemm_db, linear
+from .engine import Engine
 from .errors import (
     ArgumentError,
     BackendUnavailable,
@@ -12,11 +13,12 @@ from .errors import (
     DTypeError,
     ShapeError,
 )
+from .ops import get_op, list_ops
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
-    "DeviceError", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-    "gemm_da", "gemm_db", "linear",
+    "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
+    "gemm_da", "gemm_db", "get_op", "linear", "list_ops",
 ]  # fmt: skip

@@ -10,11 +10,22 @@ from .backend import Backend
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, gemm_problem
 from .requirements import TABLE, Row
-from .tensors import Device
+from .tensors import Device, TensorView
 
-__all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "passed_over", "select"]
+__all__ = [
+    "TABLE",
+    "Row",
+    "backend_names",
+    "contract_for",
+    "dispatched_names",
+    "load",
+    "offered",
+    "offers",
+    "passed_over",
+    "select",
+]
 
 Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
 
@@ -22,6 +33,11 @@ Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
 def backend_names() -> tuple[str, ...]:
     """The names that `backend=` takes."""
     return tuple(row.name for row in TABLE)
+
+
+def dispatched_names() -> tuple[str, ...]:
+    """The names of the backends that dispatch may choose: those that follow contracts."""
+    return tuple(row.name for row in TABLE if row.dispatched)
 
 
 @cache
@@ -108,3 +124,15 @@ def offers(device: Device) -> list[tuple[Row, Backend, str | None]]:
     """Every backend of the table for this kind of device, each with why it cannot run there, or None."""
     rows = [row for row in TABLE if device.kind in row.devices]
     return [(row, load(row.name), load(row.name).unavailable(device)) for row in rows]
+
+
+def offered(contract: Contract, dtype: DType, device: Device, name: str | None) -> bool:
+    """Whether a backend that dispatch may choose, or the one named, computes products by a contract on a device."""
+    element = TensorView(0, (1, 1), (1, 1), dtype, device)
+    problem = gemm_problem(contract, element, element, element, None, False)
+    for row in TABLE:
+        if (row.name == name if name is not None else row.dispatched) and device.kind in row.devices:
+            backend = load(row.name)
+            if "gemm" in row.ops and backend.unavailable(device) is None and backend.refuses(problem) is None:
+                return True
+    return False

@@ -64,8 +64,8 @@ def test_frameworks_may_be_absent() -> None:
 def test_the_public_names() -> None:
     assert sorted(detkern.__all__) == [
         "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
-        "DeviceError", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-        "gemm_da", "gemm_db", "linear",
+        "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
+        "gemm_da", "gemm_db", "get_op", "linear", "list_ops",
     ]  # fmt: skip
     for name in detkern.__all__:
         assert getattr(detkern, name) is not None

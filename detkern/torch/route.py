@@ -19,7 +19,7 @@ from ..contracts import get_contract
 from ..dtypes import DTYPES, DType
 from ..tensors import Device
 
-__all__ = ["direct", "freeze", "recorded", "transformed"]
+__all__ = ["direct", "freeze", "place", "recorded", "transformed"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
@@ -53,6 +53,12 @@ def recorded(first: Any, second: Any, third: Any = None) -> bool:
     return torch.is_grad_enabled() and (
         first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
     )
+
+
+def place(tensor: Any) -> tuple[DType, Device] | None:
+    """The type and the device of a tensor as detkern names them; None where it has no name for one of them."""
+    operand, kind = _TYPES.get(tensor.dtype), _KINDS.get(tensor.device.type)
+    return None if operand is None or kind is None else (operand, Device(kind, tensor.device.index or 0))
 
 
 def freeze(contract: str | None, dtype: Any, device: Any, stated: str = "") -> str | None:

@@ -1,0 +1,327 @@
+"""Products on raw pointers with an explicit stream: the training triad of a linear layer y = x @ w + bias.
+
+For callers that hold memory and streams themselves (a C++ runtime behind ctypes, another framework). Nothing of it is an
+array: no framework is imported but the backend's own runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import threading
+import weakref
+from typing import Any
+
+from . import registry
+from .backend import Backend, Execution
+from .contracts import CONTRACTS, FMA, Contract, default_contract
+from .dtypes import BF16, F16, F32, DType
+from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
+from .plan import on_forget
+from .problem import GemmProblem, gemm_problem
+from .tensors import Device, TensorView
+from .tensors.overlap import overlapping
+
+__all__ = ["Engine"]
+
+_TYPES = {dtype.name: dtype for dtype in (F32, F16, BF16)}
+_KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
+_KEPT = 4096  # kinds of calls
+
+Sizes = tuple[int, int, int]
+
+
+class Engine:
+    """A device's products on raw pointers.
+
+    device: an ordinal of CUDA (0), or a name: "cuda:0", "rocm:0", "musa:0", "ascend:0", "cpu" (host pointers, stream 0).
+    backend: the name of the one backend to use; None: the first of the registry that takes a call.
+
+    Every matrix is row-major and dense: x and a are [M, K], b and w are [K, N], out and dy are [M, N]; bias is [N], float32;
+    dw is [K, N], float32. `dtype` is the type of all others: "float32", "bfloat16" or "float16".
+
+    tensor_cores: False is the contract `fma`; True is the device's tensor-core contract (`mma16`; `mma8` on compute
+    capability 8.x), whatever the sizes. Where there is none (float32, or a device without one) the call is refused.
+
+    Lifetime and order. A call enqueues on the stream whose handle it is given and returns; on the CPU it has computed when it
+    returns. The engine owns no memory and holds none of the caller's: each pointer must stay valid, and the operands
+    unchanged, until that stream has reached the end of the call's work. Memory that work on another stream writes has to be
+    ordered before the call by the caller. Pointers belong to the engine's device; nothing checks that, nor how much memory
+    is behind them. No call allocates device memory, so all can be captured into CUDA graphs, once the same kind of call (sizes,
+    type, alignment) has been made outside of a capture, which loads its kernel. An engine may be dropped while work is in
+    flight. It can be used from any number of threads at a time; calls on one stream are ordered as they are made.
+
+    Raises:
+        ArgumentError, DeviceError: `device` or `backend` is none.
+        BackendUnavailable: no backend can run there; the message says what each of them answered.
+    """
+
+    def __init__(self, device: Any, *, backend: str | None = None) -> None:
+        self.device = _device(device)
+        self.backend = backend
+        rows = [row for row in registry.TABLE if (row.name == backend if backend is not None else row.dispatched)]
+        if not rows or not rows[0].dispatched:
+            known = ", ".join(registry.dispatched_names())
+            raise ArgumentError(f"backend={backend!r} is no backend that follows contracts; those are {known}")
+        here = [row for row in rows if self.device.kind in row.devices]
+        if not here:
+            raise DeviceError(f"no backend works on {self.device}; asked: {', '.join(row.name for row in rows)}")
+        answers = [(row.name, registry.load(row.name).unavailable(self.device)) for row in here]
+        if all(reason is not None for _, reason in answers):
+            said = "; ".join(f"{name}: {reason}" for name, reason in answers)
+            raise BackendUnavailable(f"no backend runs on {self.device}: {said}")
+        self._executions: dict[int, Execution] = {}
+        self._plans: dict[Any, tuple[GemmProblem, Backend]] = {}
+        self._lock = threading.Lock()
+        _engines.add(self)
+
+    def __repr__(self) -> str:
+        return f"Engine({str(self.device)!r})"
+
+    def forward(
+        self,
+        pointers: tuple[int, int, int, int | None],
+        sizes: Sizes,
+        dtype: str,
+        stream: int,
+        tensor_cores: bool = False,
+    ) -> None:
+        """out[M, N] = a[M, K] @ b[K, N] (+ bias[N]).
+
+        Args:
+            pointers: (out, a, b, bias), addresses; bias is float32 or None.
+            sizes: (M, K, N).
+            dtype: of out, a and b: "float32", "bfloat16" or "float16".
+            stream: the raw handle of the stream; 0 is the default stream.
+            tensor_cores: as the class says.
+
+        Raises:
+            ArgumentError, ShapeError, DTypeError, ContractUnsupported: before anything is enqueued.
+            DeviceError, BuildError: as `detkern.gemm`.
+        """
+        out, a, b, bias = _addresses(pointers, ("out", "a", "b", "bias"))
+        m, k, n = _sizes(sizes)
+        element = _dtype(dtype)
+        self._run(
+            (a, (m, k), (k, 1)), (b, (k, n), (n, 1)), (out, (m, n), element), bias, ("a", "b", "out"), element, stream,
+            tensor_cores, False,
+        )  # fmt: skip
+
+    def backward_dw(
+        self, pointers: tuple[int, int, int], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
+    ) -> None:
+        """dw[K, N] += x[M, K].T @ dy[M, N]: each element's chain over M starts at dw's value.
+
+        So the calls for micro-batches, in order, give the bits of the whole batch, where M is cut as the contract allows
+        (docs/contracts.md, "Accumulate"). Zero dw before the first.
+
+        Args:
+            pointers: (dw, dy, x); dw is float32 whatever `dtype` is.
+            sizes, dtype, stream, tensor_cores: as in `forward`.
+
+        Raises:
+            As `forward`.
+        """
+        dw, dy, x = _addresses(pointers, ("dw", "dy", "x"))
+        m, k, n = _sizes(sizes)
+        self._run(
+            (x, (k, m), (1, k)), (dy, (m, n), (n, 1)), (dw, (k, n), F32), 0, ("x", "dy", "dw"), _dtype(dtype), stream,
+            tensor_cores, True,
+        )  # fmt: skip
+
+    def backward_dx(
+        self, pointers: tuple[int, int, int], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
+    ) -> None:
+        """dx[M, K] = dy[M, N] @ w[K, N].T.
+
+        Args:
+            pointers: (dx, dy, w).
+            sizes, dtype, stream, tensor_cores: as in `forward`.
+
+        Raises:
+            As `forward`.
+        """
+        dx, dy, w = _addresses(pointers, ("dx", "dy", "w"))
+        m, k, n = _sizes(sizes)
+        element = _dtype(dtype)
+        self._run(
+            (dy, (m, n), (n, 1)), (w, (n, k), (1, n)), (dx, (m, k), element), 0, ("dy", "w", "dx"), element, stream,
+            tensor_cores, False,
+        )  # fmt: skip
+
+    def presize_upcast_scratch(self, a_elements: int = 0, b_elements: int = 0, c_elements: int = 0) -> None:
+        """Accepted, and nothing to do: 16-bit operands are widened in registers, no call takes scratch memory."""
+
+    def synchronize(self) -> None:
+        """Wait until all work on the device has finished. Raises DeviceError where the device reports a fault."""
+        kind, index = self.device.kind, self.device.index
+        if kind == "cpu":
+            return
+        try:
+            if kind == "cuda" and registry.load("cuda").unavailable(self.device) is None:
+                cuda = importlib.import_module("cupy").cuda
+                with cuda.Device(index):
+                    cuda.runtime.deviceSynchronize()
+            else:
+                torch = importlib.import_module("torch")
+                runtime = {"musa": "musa", "ascend": "npu"}.get(kind, "cuda")
+                getattr(torch, runtime).synchronize(index)
+        except (ImportError, AttributeError) as error:
+            raise BackendUnavailable(f"nothing here can wait for {self.device}: {error}") from error
+        except RuntimeError as error:
+            raise DeviceError(f"{self.device} reported {error}") from error
+
+    def _run(
+        self,
+        left: tuple[int, tuple[int, int], tuple[int, int]],
+        right: tuple[int, tuple[int, int], tuple[int, int]],
+        result: tuple[int, tuple[int, int], DType],
+        bias: int,
+        names: tuple[str, str, str],
+        dtype: DType,
+        stream: int,
+        tensor_cores: bool,
+        accumulate: bool,
+    ) -> None:
+        device = self.device
+        out_pointer, (m, n), out_dtype = result
+        a = TensorView(left[0], left[1], left[2], dtype, device)
+        b = TensorView(right[0], right[1], right[2], dtype, device)
+        out = TensorView(out_pointer, (m, n), (n, 1), out_dtype, device)
+        column = TensorView(bias, (n,), (1,), F32, device) if bias else None
+        if tensor_cores is not True and tensor_cores is not False:
+            raise ArgumentError(f"tensor_cores={tensor_cores!r} must be True or False")
+        _check(zip((*names, "bias"), (a, b, out, column), strict=True), out, names[2])
+        execution = self._execution(stream)
+        key = (
+            dtype, tensor_cores, accumulate, m, n, left[1:], right[2],
+            a.pointer & 15, b.pointer & 15, out.pointer & 15, bias and (bias & 15) + 1,
+        )  # fmt: skip
+        plan = self._plans.get(key)
+        if plan is None:
+            problem = gemm_problem(self._contract(dtype, tensor_cores), a, b, out, column, accumulate)
+            plan = problem, registry.select("gemm", problem, self.backend)
+            with self._lock:
+                if len(self._plans) >= _KEPT:
+                    self._plans.clear()
+                self._plans[key] = plan
+        if 0 not in (m, n):
+            problem, backend = plan
+            backend.gemm(problem, a, b, out, column, execution)
+
+    def _contract(self, dtype: DType, tensor_cores: bool) -> Contract:
+        if not tensor_cores:
+            return FMA
+        capability = None
+        for row in registry.TABLE:
+            if row.dispatched and self.device.kind in row.devices and capability is None:
+                capability = registry.load(row.name).capability(self.device)
+        # Of the two, the one that this device's tensor cores have; another device has none of them for its default.
+        contract = default_contract(dtype, self.device.kind, capability)
+        if contract.step is None:
+            has = ", ".join(c.name for c in CONTRACTS.values() if c.step is not None and dtype in c.operands) or "none"
+            raise ContractUnsupported(
+                f"tensor_cores=True: {self.device} has no tensor-core contract for {dtype} (there is {has} elsewhere); "
+                "tensor_cores=False computes fma"
+            )
+        return contract
+
+    def _execution(self, stream: int) -> Execution:
+        handle = _integer(stream, "stream")
+        if handle and self.device.kind == "cpu":
+            raise ArgumentError(f"stream={stream!r}: the CPU has no streams; give 0")
+        execution = self._executions.get(handle)
+        if execution is None:
+            if len(self._executions) >= 256:
+                self._executions.clear()
+            execution = self._executions[handle] = Execution(self.device, handle, _no_scratch)
+        return execution
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for engine in list(_engines):
+        engine._plans.clear()
+
+
+on_forget(_forget)
+
+
+def _no_scratch(size: int) -> TensorView:
+    raise AssertionError("the engine's contracts take no scratch memory")
+
+
+def _device(value: Any) -> Device:
+    if isinstance(value, Device):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        kind, ordinal = "cuda", str(value)
+    else:
+        kind, _, ordinal = str(value).partition(":")
+    if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
+        raise ArgumentError(
+            f"device={value!r} is no device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
+        )
+    return Device(kind, int(ordinal or 0))
+
+
+def _integer(value: Any, argument: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise ArgumentError(f"{argument}={value!r} must be a whole number, zero or more")
+    return number
+
+
+def _addresses(pointers: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+    try:
+        given = tuple(pointers)
+    except TypeError:
+        given = ()
+    if len(given) != len(names):
+        raise ArgumentError(f"pointers={pointers!r} must be the addresses ({', '.join(names)})")
+    return tuple(
+        0 if value is None and name == "bias" else _integer(value, name)
+        for value, name in zip(given, names, strict=True)
+    )
+
+
+def _sizes(sizes: Any) -> Sizes:
+    try:
+        m, k, n = (operator.index(size) for size in sizes)
+    except (TypeError, ValueError):
+        raise ShapeError(f"sizes={sizes!r} must be three whole numbers (M, K, N)") from None
+    if min(m, k, n) < 0:
+        raise ShapeError(f"sizes={sizes!r}: none of (M, K, N) may be negative")
+    if max(m * k, k * n, m * n) >= 1 << 60:
+        raise ShapeError(f"sizes={sizes!r}: a matrix would go beyond the address space")
+    return m, k, n
+
+
+def _dtype(name: Any) -> DType:
+    dtype = _TYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise DTypeError(f"dtype={name!r} is none of {', '.join(_TYPES)}")
+    return dtype
+
+
+def _check(views: Any, out: TensorView, out_name: str) -> None:
+    """ArgumentError for a null pointer to elements, one that no element can be at, or an output that is read too. Nothing is
+    read where the output is empty."""
+    if 0 in out.shape:
+        return
+    for name, view in views:
+        if view is None or 0 in view.shape:
+            continue
+        if view.pointer == 0:
+            raise ArgumentError(f"{name} is a null pointer; it has shape {list(view.shape)}")
+        if view.pointer % view.dtype.itemsize:
+            raise ArgumentError(
+                f"{name}={view.pointer:#x} is no address of {view.dtype}; it must be a multiple of its size"
+            )
+        if view is not out and overlapping(out, view):
+            raise ArgumentError(f"{out_name} shares memory with {name}, which is read while {out_name} is written")

@@ -1,0 +1,183 @@
+"""The raw-pointer engine on host memory: its triad has the public functions' bits, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import detkern
+from detkern import operands, plan, registry
+from detkern.dtypes import BF16, F16, F32, DType
+from detkern.errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
+from detkern.tensors import Device
+
+M, K, N = 19, 33, 10
+
+
+def at(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def triad(dtype: DType) -> dict[str, np.ndarray]:
+    shapes = {"x": (M, K), "w": (K, N), "dy": (M, N)}
+    made = {name: operands.generate("wide", dtype, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    made["bias"] = operands.generate("normal", F32, (N,), 7)
+    made["dw"] = operands.generate("normal", F32, (K, N), 8)
+    return made
+
+
+def same(got: np.ndarray, want: np.ndarray) -> bool:
+    bits = f"u{got.dtype.itemsize}"
+    return got.dtype == want.dtype and np.array_equal(got.view(bits), want.view(bits))
+
+
+@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_the_triad_has_the_bits_of_the_public_functions(dtype: DType, tensor_cores: bool) -> None:
+    if dtype == F32 and tensor_cores:
+        return  # refused: below
+    contract = "mma16" if tensor_cores else "fma"
+    engine = detkern.Engine("cpu")
+    here = triad(dtype)
+    x, w, dy = here["x"], here["w"], here["dy"]
+    sizes = (M, K, N)
+    for bias in (None, here["bias"]):
+        out = np.empty((M, N), dtype.numpy)
+        engine.forward((at(out), at(x), at(w), None if bias is None else at(bias)), sizes, dtype.name, 0, tensor_cores)
+        assert same(out, detkern.gemm(x, w, bias=bias, contract=contract))
+    dx = np.empty((M, K), dtype.numpy)
+    engine.backward_dx((at(dx), at(dy), at(w)), sizes, dtype.name, 0, tensor_cores=tensor_cores)
+    assert same(dx, detkern.gemm_da(dy, w, contract=contract))
+    dw, want = here["dw"].copy(), here["dw"].copy()
+    engine.backward_dw((at(dw), at(dy), at(x)), sizes, dtype.name, 0, tensor_cores)
+    detkern.gemm_db(x, dy, out=want, accumulate=True, contract=contract)
+    assert same(dw, want)
+
+
+def test_micro_batches_give_the_bits_of_the_whole() -> None:
+    engine = detkern.Engine("cpu")
+    here = triad(BF16)
+    x, dy = here["x"], here["dy"]
+    whole, pieces = np.zeros((K, N), np.float32), np.zeros((K, N), np.float32)
+    engine.backward_dw((at(whole), at(dy), at(x)), (M, K, N), "bfloat16", 0)
+    for begin, end in ((0, 5), (5, 6), (6, M)):
+        engine.backward_dw((at(pieces), at(dy[begin:]), at(x[begin:])), (end - begin, K, N), "bfloat16", 0)
+    assert same(pieces, whole)
+    tensor_core = np.zeros((K, N), np.float32)
+    for begin, end in ((0, 16), (16, M)):
+        sizes = (end - begin, K, N)
+        engine.backward_dw((at(tensor_core), at(dy[begin:]), at(x[begin:])), sizes, "bfloat16", 0, True)
+    assert same(tensor_core, detkern.gemm_db(x, dy, out_dtype="float32", contract="mma16"))
+
+
+def test_empty_sizes() -> None:
+    engine = detkern.Engine("cpu")
+    out = np.full((M, N), 7, np.float32)
+    engine.forward((at(out), 0, 0, None), (M, 0, N), "float32", 0)
+    assert (out.view(np.uint32) == 0).all()
+    engine.forward((0, 0, 0, None), (0, K, N), "float32", 0)
+    dw = np.full((K, N), 7, np.float32)
+    engine.backward_dw((at(dw), 0, 0), (0, K, N), "bfloat16", 0, True)
+    assert (dw == 7).all()
+
+
+def test_what_it_refuses_leaves_the_output_alone() -> None:
+    engine = detkern.Engine("cpu")
+    here = triad(F32)
+    out = np.full((M, N), 7, np.float32)
+    good: dict[str, Any] = {
+        "pointers": (at(out), at(here["x"]), at(here["w"]), None), "sizes": (M, K, N), "dtype": "float32", "stream": 0,
+    }  # fmt: skip
+    pointers = good["pointers"]
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"pointers": (0, *pointers[1:])}, ArgumentError, r"out is a null pointer; it has shape \[19, 10\]"),
+        ({"pointers": (*pointers[:2], 0, None)}, ArgumentError, "b is a null pointer"),
+        ({"pointers": pointers[:3]}, ArgumentError, r"must be the addresses \(out, a, b, bias\)"),
+        ({"pointers": (pointers[0], pointers[1] + 2, *pointers[2:])}, ArgumentError, "a=0x.* is no address of float32"),
+        ({"pointers": (pointers[1], *pointers[1:])}, ArgumentError, "out shares memory with a"),
+        ({"pointers": (-8, *pointers[1:])}, ArgumentError, "out=-8 must be a whole number"),
+        ({"pointers": None}, ArgumentError, "must be the addresses"),
+        ({"sizes": (M, K)}, ShapeError, r"three whole numbers \(M, K, N\)"),
+        ({"sizes": (M, -1, N)}, ShapeError, "may be negative"),
+        ({"sizes": (M, 1 << 59, N)}, ShapeError, "address space"),
+        ({"dtype": "float64"}, DTypeError, "none of float32, float16, bfloat16"),
+        ({"dtype": None}, DTypeError, "none of float32"),
+        ({"stream": 3}, ArgumentError, "the CPU has no streams"),
+        ({"stream": None}, ArgumentError, "stream=None must be a whole number"),
+        ({"tensor_cores": 1}, ArgumentError, "tensor_cores=1 must be True or False"),
+        ({"tensor_cores": True}, ContractUnsupported, "no tensor-core contract for float32 .*tensor_cores=False computes fma"),
+    ]  # fmt: skip
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            engine.forward(**(good | change))
+        assert (out == 7).all()
+    engine.forward(**good)
+    assert same(out, detkern.gemm(here["x"], here["w"], contract="fma"))
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", -1, True, None, "cuda:-1"])
+def test_a_device_that_is_none(device: Any) -> None:
+    with pytest.raises(ArgumentError, match="is no device; give the ordinal of a CUDA device"):
+        detkern.Engine(device)
+
+
+def test_a_device_that_no_backend_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "TABLE", [row for row in registry.TABLE if "musa" not in row.devices])
+    with pytest.raises(DeviceError, match="no backend works on musa:0"):
+        detkern.Engine("musa:0")
+    monkeypatch.undo()
+    for name in ("cuda", "triton"):
+        monkeypatch.setattr(registry.load(name), "unavailable", lambda device, name=name: f"{name} is on holiday")
+    with pytest.raises(BackendUnavailable, match="cuda:3: cuda: cuda is on holiday; triton: triton is on holiday"):
+        detkern.Engine(3)
+    for backend in ("native", "nonsense"):
+        with pytest.raises(ArgumentError, match="is no backend that follows contracts"):
+            detkern.Engine("cpu", backend=backend)
+
+
+def test_it_takes_a_device_of_the_package_and_says_which() -> None:
+    assert repr(detkern.Engine(Device("cpu"))) == "Engine('cpu')"
+    engine = detkern.Engine("cpu")
+    engine.presize_upcast_scratch(1, 2, 3)
+    engine.synchronize()
+
+
+def test_threads_share_an_engine() -> None:
+    engine = detkern.Engine("cpu")
+    here = triad(BF16)
+    want = detkern.gemm(here["x"], here["w"], contract="mma16")
+    wrong: list[Any] = []
+
+    def work(rows: int) -> None:
+        out = np.empty((rows, N), BF16.numpy)
+        for _ in range(50):
+            out.view(np.uint16)[...] = 0x7FAD
+            engine.forward((at(out), at(here["x"]), at(here["w"]), None), (rows, K, N), "bfloat16", 0, True)
+            if not same(out, want[:rows]):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 5, 7, M)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_engine_forgets_its_plans_with_the_others_and_is_not_kept_alive() -> None:
+    engine = detkern.Engine("cpu")
+    here = triad(F32)
+    out = np.empty((M, N), np.float32)
+    engine.forward((at(out), at(here["x"]), at(here["w"]), None), (M, K, N), "float32", 0)
+    assert engine._plans
+    plan.forget_plans()
+    assert not engine._plans
+    seen = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert seen() is None
