@@ -105,13 +105,17 @@ def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tup
     caller named the chosen one."""
     device = problem.device
     reasons = []
+    before = True  # those behind the chosen one are not asked: they need not be loaded for it
     for row in TABLE:
-        if row.name != chosen and device.kind in row.devices:
+        if row.name == chosen:
+            before = False
+        elif device.kind in row.devices:
+            reason: str | None = None
             if op not in row.ops:
-                reason: str | None = f"has no {op}"
+                reason = f"has no {op}"
             elif not row.dispatched:
                 reason = "runs only when named"
-            else:
+            elif before:
                 backend = load(row.name)
                 reason = backend.unavailable(device) or backend.refuses(problem)
             if reason is None:

@@ -79,9 +79,9 @@ KERNELS = {FMA: "fma", MMA16: "mma", TREE: "tree", TREE_MMA16: "tree"}
 
 # Largest first. tl.dot on sm_90 issues wgmma from 64 rows a warp group on: the largest tile is two groups of m64n256.
 _TILES = {
-    FMA: (Tile(128, 128, 8, 8, 1), Tile(64, 32, 8, 4, 1)),
+    FMA: (Tile(64, 64, 4, 4, 1),),
     MMA16: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
-    TREE: (Tile(128, 64, 8, 8, 1), Tile(64, 32, 8, 4, 1)),
+    TREE: (Tile(64, 64, 4, 4, 1),),
     TREE_MMA16: (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
 }
 

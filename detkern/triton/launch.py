@@ -20,7 +20,7 @@ from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe
 from .geometry import Launch, choose
 
-__all__ = ["COLUMN_TILE", "Plan", "column_sum", "column_sum_on", "launch", "plan_for", "product"]
+__all__ = ["COLUMN_TILE", "Plan", "column_sum", "column_sum_on", "compile_ahead", "launch", "plan_for", "product"]
 
 # Columns of a program, rows of a turn and warps of the bias gradient.
 COLUMN_TILE = (128, 8, 4)
@@ -164,18 +164,31 @@ def launch(
         if scratch is not None and device.kind != "cpu":
             _keep_if_captured(scratch)
         kernel = _kernel(geometry.kernel, f"{geometry.kernel}_gemm")
-        options = plan.constants | {
-            "num_warps": geometry.tile.warps, "num_stages": geometry.tile.stages, "enable_fp_fusion": False,
-        }  # fmt: skip
-        extra = (geometry.tiles, geometry.levels) if geometry.kernel == "tree" else ()
         for a_offset, b_offset, out_offset in plan.offsets:
             pointers = (
                 a.pointer + a_offset, b.pointer + b_offset, out.pointer + out_offset,
                 0 if bias is None else bias.pointer, 0 if scratch is None else scratch.pointer,
             )  # fmt: skip
+            arguments, options = _call(plan, pointers)
             for first in range(0, geometry.programs, _GRID):
                 programs = min(geometry.programs - first, _GRID)
-                _start(kernel, plan.key, device, programs, (first, *pointers, *plan.arguments, *extra), options)
+                _start(kernel, plan.key, device, programs, (first, *arguments), options)
+
+
+def compile_ahead(problem: GemmProblem, chosen: Launch | None = None) -> None:
+    """Compile the kernel of a problem into Triton's cache on disk, launching nothing. The device must be there."""
+    with current(problem.device, 0):
+        plan = plan_for(problem, describe(problem.device).multiprocessors, chosen)
+        arguments, options = _call(plan, (0, 0, 0, 0, 0))
+        _kernel(plan.launch.kernel, f"{plan.launch.kernel}_gemm").warmup(0, *arguments, grid=(1,), **options)
+
+
+def _call(plan: Plan, pointers: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """A launch's arguments after the number of its first program, and its constants and options."""
+    tile = plan.launch.tile
+    extra = (plan.launch.tiles, plan.launch.levels) if plan.launch.kernel == "tree" else ()
+    options = plan.constants | {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return (*pointers, *plan.arguments, *extra), options
 
 
 def _keep_if_captured(scratch: TensorView) -> None:
@@ -234,7 +247,9 @@ def product(device: TritonDevice, contract: Contract, a: Any, b: Any, initial: A
     """
     operand, out_dtype = _types(a, initial, "a")
     with _Placing(device) as there:
-        left, right = there.put(a, operand), there.put(b, operand)
+        # Columns of a and rows of b: one load path, and so one kernel, for every k.
+        columns, right = there.put(a.T, operand), there.put(b, operand)
+        left = TensorView(columns.pointer, a.shape, (1, a.shape[0]), operand, columns.device, array=columns.array)
         target = there.put(initial, F32) if initial is not None else there.new((a.shape[0], b.shape[1]), out_dtype)
         problem = gemm_problem(contract, left, right, target, None, initial is not None)
         launch(problem, left, right, target, None, there.execution)
