@@ -17,9 +17,9 @@ from detkern.errors import ArgumentError, BackendUnavailable, ContractUnsupporte
 M, K, N = 6, 70, 9
 
 
-def made(dtype: DType = BF16) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def made(dtype: DType = BF16, kind: str = "normal") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tuple(  # type: ignore[return-value]
-        operands.generate("normal", dtype, shape, seed) for seed, shape in enumerate(((M, K), (K, N), (M, N)))
+        operands.generate(kind, dtype, shape, seed) for seed, shape in enumerate(((M, K), (K, N), (M, N)))
     )
 
 
@@ -94,7 +94,10 @@ def test_the_process_default_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tree_where_tree_mma16_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, _ = made()
+    """And tree-mma16 where it is: on these operands their bits differ."""
+    a, b, _ = made(kind="large")
+    assert not same(detkern.gemm(a, b, contract="tree"), detkern.gemm(a, b, contract="tree-mma16"))
+    assert same(detkern.get_op("det_gemm")(a, b), detkern.gemm(a, b, contract="tree-mma16"))
     real = registry.load("cpu").refuses
     monkeypatch.setattr(
         registry.load("cpu"), "refuses", lambda p: "not here" if p.contract.name == "tree-mma16" else real(p)

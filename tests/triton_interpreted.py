@@ -117,6 +117,11 @@ def _against_the_replay(contracts: tuple[str, ...], sizes: tuple[tuple[int, int,
 
 def chains() -> None:
     """`fma`, every kind of operands, layout, epilogue and load path, across the edges of a tile."""
+    # Every float32 half way between two neighbours of a 16-bit type, rounded to it: to the even one.
+    one = np.ones((1, 1), np.float32)
+    for dtype, halves in ((BF16, 0x3F808000 + 0x10000 * np.arange(32)), (F16, 0x3F801000 + 0x2000 * np.arange(32))):
+        a = halves.astype(np.uint32).view(np.float32)[:, None]
+        check(product(CONTRACTS["fma"], a, one, out_dtype=dtype), numpy_replay.round_to(a, dtype), "ties", dtype)
     _against_the_replay(("fma",), ((5, 7, 33), (33, 8, 16), (8, 40, 9), (3, 34, 0), (16, 24, 40), (1, 1, 1)))
 
 

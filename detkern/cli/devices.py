@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .. import registry
 from ..dtypes import BF16, F16, F32, from_numpy
 from ..errors import DeviceError
+from ..requirements import row
 from ..tensors import Device
 from .compare import bits
 
@@ -20,31 +21,41 @@ __all__ = ["array_module", "devices", "fetch", "no_device", "place"]
 
 
 @cache
-def _cuda() -> tuple[int, str | None]:
-    """The number of CUDA devices, and why it is none."""
+def _seen() -> tuple[str, int, str | None]:
+    """The kind of the devices that CuPy shows, their number, and why it is none."""
     try:
         runtime = importlib.import_module("cupy").cuda.runtime
     except ImportError as error:
-        return 0, f"CuPy cannot be imported ({error}); install detkern[cuda13] or detkern[cuda12]"
+        missing = row("cuda").not_installed() or f"CuPy cannot be imported: {error}"
+        return "cuda", 0, missing
+    kind = "rocm" if runtime.is_hip else "cuda"
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
-        return 0, f"CUDA shows no device: {error}"
-    return count, None if count else "CUDA shows no device"
+        # The backend has a sentence for a driver that is missing or too old.
+        reason = registry.load("cuda").unavailable(Device("cuda")) if kind == "cuda" else None
+        return kind, 0, reason or f"CuPy shows no {kind} device: {error}"
+    return kind, count, None if count else f"CuPy shows no {kind} device"
 
 
 def devices() -> list[Device]:
-    """The CPU, then the CUDA devices that CuPy sees, of the kinds that some backend serves."""
+    """The CPU, then the CUDA or ROCm devices that CuPy sees, of the kinds that some backend serves."""
     kinds = {kind for row in registry.TABLE for kind in row.devices}
     found = [Device("cpu")] if "cpu" in kinds else []
-    return found + [Device("cuda", index) for index in range(_cuda()[0] if "cuda" in kinds else 0)]
+    kind, count, _ = _seen()
+    return found + [Device(kind, index) for index in range(count if kind in kinds else 0)]
 
 
 def no_device(kind: str) -> str | None:
     """Why there is no device of this kind, or None where there is one."""
     if kind == "cpu":
         return None
-    return _cuda()[1] if kind == "cuda" else f"nothing here lists {kind} devices"
+    seen, _, reason = _seen()
+    if seen == kind or (kind == "cuda" and reason is not None):
+        return reason
+    if kind in ("cuda", "rocm"):
+        return f"the installed CuPy is not built for {kind} devices"
+    return f"nothing here lists {kind} devices"
 
 
 def array_module(device: Device) -> ModuleType:
@@ -53,13 +64,13 @@ def array_module(device: Device) -> ModuleType:
 
 
 def place(array: npt.NDArray[Any], device: Device) -> Any:
-    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA device.
+    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA or ROCm device.
 
     Raises DeviceError where the framework has no such type (bfloat16 needs CuPy 14 with ml_dtypes).
     """
     if device.kind == "cpu":
         return np.array(array, order="C")
-    if device.kind != "cuda":
+    if device.kind not in ("cuda", "rocm"):
         raise DeviceError(f"no arrays can be put on {device}")
     cupy = array_module(device)
     with cupy.cuda.Device(device.index):

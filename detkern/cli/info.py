@@ -107,8 +107,23 @@ def _backends() -> list[dict[str, Any]]:
             here = [device for device in present if device.kind == kind]
             found += [_backend(row, device) for device in here]
             if not here:
-                found.append({"name": row.name, "device": kind, "unavailable": no_device(kind), "contracts": {}})
+                found.append(_without_device(row, kind))
     return found
+
+
+def _without_device(row: registry.Row, kind: str) -> dict[str, Any]:
+    """A backend on a kind of which CuPy, which lists devices here, shows none: what is missing, as far as it can be said
+    without importing PyTorch; where PyTorch is built for that kind, what the backend itself says."""
+    reason = row.not_installed()
+    if reason is None and "torch" in (package.module for package in row.packages):
+        version = importlib.metadata.version("torch")
+        build = "rocm" if "rocm" in version else None if "cpu" in version else "cuda"
+        if build != kind:
+            title = {"cuda": "CUDA", "rocm": "ROCm"}.get(kind, kind)
+            reason = f"the installed PyTorch {version} is not built for {title}, and {row.name} runs through it"
+        elif no_device("cuda") is not None:
+            return _backend(row, Device(kind))
+    return {"name": row.name, "device": kind, "unavailable": reason or no_device(kind), "contracts": {}}
 
 
 def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
