@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import triton_device
 from click.testing import CliRunner
 
 from detkern.cli.devices import devices, fetch, place
@@ -33,9 +34,19 @@ def test_arrays_go_there_and_back_in_every_layout(dtype: DType) -> None:
 
 
 def test_verify() -> None:
-    result = CliRunner().invoke(main, ["verify", "--quick", "--device", "cuda:0"])
+    result = CliRunner().invoke(main, ["verify", "--quick", "--device", "cuda:0", "--backend", "cuda"])
     assert result.exit_code == 0, result.output
     assert "cuda on cuda:0" in result.stdout
+    assert "FAIL" not in result.stdout
+
+
+def test_verify_of_the_triton_backend() -> None:
+    """One contract: each kernel that Triton has not compiled before takes it some seconds."""
+    triton_device.skip_if_missing()
+    command = ["verify", "--quick", "--device", "cuda:0", "--backend", "triton", "--contract", "mma16"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    assert "triton on cuda:0" in result.stdout
     assert "FAIL" not in result.stdout
 
 

@@ -98,7 +98,7 @@ def _against_the_replay(contracts: tuple[str, ...], sizes: tuple[tuple[int, int,
     turns = itertools.count()
     for name in contracts:
         contract = CONTRACTS[name]
-        for dtype in contract.operands:
+        for dtype in contract.operands if fused() else (F16,):
             for kind in operands.KINDS:
                 turn = next(turns)
                 m, n, k = sizes[turn % len(sizes)]
@@ -113,6 +113,15 @@ def _against_the_replay(contracts: tuple[str, ...], sizes: tuple[tuple[int, int,
                 )  # fmt: skip
                 want = numpy_replay.gemm(contract, a, b, initial=start, bias=bias, out_dtype=out_dtype)
                 check(got, want, name, dtype, kind, m, n, k, turn)
+
+
+@functools.cache
+def fused() -> bool:
+    """Whether the interpreter's fused multiply-add rounds once (Triton 3.9): else it is one for f16 alone, whose products
+    are exact."""
+    x = np.float32(1 + 2.0**-12).reshape(1, 1)
+    got = product(CONTRACTS["fma"], x, x, np.float32(-1 - 2.0**-11).reshape(1, 1))
+    return bool(got[0, 0] == np.float32(2.0**-24))
 
 
 def chains() -> None:

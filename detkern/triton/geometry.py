@@ -95,12 +95,14 @@ def tiles_for(problem: GemmProblem) -> tuple[Tile, ...]:
 
 
 def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
-    """The fastest paths of a and b that strides, sizes and alignment allow."""
+    """The fastest paths of a and b that strides, sizes and alignment allow. Where one of them has none but the path of any
+    strides both take it: the product is as slow as that one, and there are fewer kernels to compile."""
     a, b = problem.a, problem.b
-    return (
+    paths = (
         _path(a, a.row_stride, a.col_stride, problem.m, problem.k),
         _path(b, b.col_stride, b.row_stride, problem.n, problem.k),
     )
+    return (Load.STRIDED, Load.STRIDED) if Load.STRIDED in paths else paths
 
 
 def _path(matrix: Matrix, mn_stride: int, k_stride: int, mn: int, k: int) -> Load:
@@ -129,7 +131,7 @@ def _rows_out(problem: GemmProblem) -> bool:
 
 def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None) -> Launch:
     """The launch of a problem that has elements: the largest tile of which there is one for each multiprocessor, else the
-    smallest; where an operand takes the path of any strides, whose addresses take many registers, the smallest.
+    smallest; on the path of any strides, whose addresses take many registers, the smallest.
 
     tile: another one, for tests and benchmarks.
     """
@@ -141,7 +143,7 @@ def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None)
 
     if tile is None:
         *larger, tile = tiles_for(problem)
-        if Load.STRIDED not in (load_a, load_b):
+        if load_a != Load.STRIDED:
             tile = next((wide for wide in larger if count(wide) >= multiprocessors), tile)
     kernel = KERNELS[problem.contract]
     tiles = programs = count(tile)
@@ -150,4 +152,5 @@ def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None)
         programs = min(tiles, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
         leaves = -(-problem.k // _LEAF)
         levels = max(1, (leaves - 1).bit_length()) if leaves else 1
-    return Launch(kernel, tile, load_a, load_b, _rows_out(problem), tiles, programs, levels)
+    rows_out = load_a != Load.STRIDED and _rows_out(problem)
+    return Launch(kernel, tile, load_a, load_b, rows_out, tiles, programs, levels)
