@@ -238,7 +238,8 @@ def test_why_triton_cannot_run(kind: str, changes: dict[str, Any], index: int, r
 
 @pytest.mark.parametrize("changes", [{"driver": 12040}, {"capability": (7, 5)}], ids=str)
 def test_info_says_it_too(changes: dict[str, Any], torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where PyTorch is built for CUDA, info asks the backend, also where CuPy shows no device."""
+    """Where PyTorch is built for CUDA and there is no CuPy to list devices, info asks the backend."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
     for name, value in changes.items():
         setattr(torch, name, value)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9+cu130")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 import detkern
 
-from .. import __version__, config, registry
+from .. import __version__, config, registry, requirements
 from ..abi.build import cache_folder, find_compiler
 from ..cpu import threads
 from ..dtypes import DTYPES
@@ -112,8 +112,8 @@ def _backends() -> list[dict[str, Any]]:
 
 
 def _without_device(row: registry.Row, kind: str) -> dict[str, Any]:
-    """A backend on a kind of which CuPy, which lists devices here, shows none: what is missing, as far as it can be said
-    without importing PyTorch; where PyTorch is built for that kind, what the backend itself says."""
+    """A backend on a kind of which no device is listed, and what is missing, as far as it can be said without importing
+    PyTorch. CuPy lists devices; where it cannot, and PyTorch is built for that kind, the backend is asked."""
     reason = row.not_installed()
     if reason is None and "torch" in (package.module for package in row.packages):
         version = importlib.metadata.version("torch")
@@ -121,7 +121,7 @@ def _without_device(row: registry.Row, kind: str) -> dict[str, Any]:
         if build != kind:
             title = {"cuda": "CUDA", "rocm": "ROCm"}.get(kind, kind)
             reason = f"the installed PyTorch {version} is not built for {title}, and {row.name} runs through it"
-        elif no_device("cuda") is not None:
+        elif kind == "rocm" or requirements.row("cuda").not_installed():
             return _backend(row, Device(kind))
     return {"name": row.name, "device": kind, "unavailable": reason or no_device(kind), "contracts": {}}
 

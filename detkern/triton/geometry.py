@@ -80,7 +80,7 @@ KERNELS = {FMA: "fma", MMA16: "mma", TREE: "tree", TREE_MMA16: "tree"}
 # Largest first. tl.dot on sm_90 issues wgmma from 64 rows a warp group on: the largest tile is two groups of m64n256.
 _TILES = {
     FMA: (Tile(64, 64, 4, 4, 1),),
-    MMA16: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
+    MMA16: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 4)),
     TREE: (Tile(64, 64, 4, 4, 1),),
     TREE_MMA16: (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
 }
@@ -131,7 +131,7 @@ def _rows_out(problem: GemmProblem) -> bool:
 
 def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None) -> Launch:
     """The launch of a problem that has elements: the largest tile of which there is one for each multiprocessor, else the
-    smallest; on the path of any strides, whose addresses take many registers, the smallest.
+    smallest; where operands or output take the path of any strides, whose addresses take many registers, the smallest.
 
     tile: another one, for tests and benchmarks.
     """
@@ -141,9 +141,10 @@ def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None)
     def count(tile: Tile) -> int:
         return batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
 
+    rows_out = load_a != Load.STRIDED and _rows_out(problem)
     if tile is None:
         *larger, tile = tiles_for(problem)
-        if load_a != Load.STRIDED:
+        if rows_out:
             tile = next((wide for wide in larger if count(wide) >= multiprocessors), tile)
     kernel = KERNELS[problem.contract]
     tiles = programs = count(tile)
@@ -152,5 +153,4 @@ def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None)
         programs = min(tiles, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
         leaves = -(-problem.k // _LEAF)
         levels = max(1, (leaves - 1).bit_length()) if leaves else 1
-    rows_out = load_a != Load.STRIDED and _rows_out(problem)
     return Launch(kernel, tile, load_a, load_b, rows_out, tiles, programs, levels)
