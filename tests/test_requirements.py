@@ -150,7 +150,6 @@ class FakeTorch(ModuleType):
         self.driver = 13000
         self.count = 1
         self.capability = (9, 0)
-        self._C = SimpleNamespace(_cuda_getDriverVersion=lambda: self.driver)
         self.cuda = SimpleNamespace(
             device_count=lambda: self.count,
             get_device_properties=lambda index: SimpleNamespace(
@@ -179,6 +178,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     triton.runtime = SimpleNamespace(driver=SimpleNamespace(active=active))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(triton_device, "_driver_version", lambda: fake.driver)
     _forget()
     yield fake
     _forget()

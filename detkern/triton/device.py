@@ -6,6 +6,7 @@ arrays are of another framework.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 from collections.abc import Iterator
@@ -42,9 +43,15 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _driver_version(torch: Any) -> int:
+def _driver_version() -> int:
     """The newest CUDA that the driver supports, as 13000; 0 without a driver."""
-    return int(torch._C._cuda_getDriverVersion())
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    # cuDriverGetVersion needs no cuInit; PyTorch has no public name for it.
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
 @functools.cache
@@ -59,7 +66,7 @@ def describe(device: Device) -> TritonDevice:
         uuid=str(getattr(properties, "uuid", "")),
         capability=(int(properties.major), int(properties.minor)) if cuda else None,
         multiprocessors=int(properties.multi_processor_count),
-        driver=f"CUDA {_version(_driver_version(torch))}" if cuda else f"HIP {torch.version.hip}",
+        driver=f"CUDA {_version(_driver_version())}" if cuda else f"HIP {torch.version.hip}",
     )
 
 
@@ -105,7 +112,7 @@ def _wrong_build(device: Device, torch: Any) -> str | None:
 def _no_driver(device: Device, torch: Any) -> str | None:
     if device.kind != "cuda":
         return None
-    supports = _driver_version(torch)
+    supports = _driver_version()
     if supports == 0:
         return "no NVIDIA driver is installed"
     needs = str(torch.version.cuda)
