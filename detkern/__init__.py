@@ -1,6 +1,6 @@
 """Deterministic, batch-invariant matrix multiplication: every bit of a result is fixed by a written contract."""
 
-from . import config
+from . import config, rows
 from .api import Explanation, bias_gradient, explain, gemm, gemm_da, gemm_db, linear
 from .errors import (
     ArgumentError,
@@ -18,5 +18,5 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
     "DeviceError", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-    "gemm_da", "gemm_db", "linear",
+    "gemm_da", "gemm_db", "linear", "rows",
 ]  # fmt: skip

@@ -11,12 +11,12 @@ from .backend import Backend
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem
 from .tensors import Device
 
 __all__ = ["TABLE", "Row", "backend_names", "contract_for", "load", "offers", "passed_over", "select"]
 
-Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
+Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
 
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
-    Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum")),
+    Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum", "rows")),
     Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum")),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
 )
