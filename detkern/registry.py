@@ -34,7 +34,7 @@ class Row:
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
     Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum", "rows")),
-    Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum")),
+    Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum", "rows")),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
 )
 

@@ -15,7 +15,7 @@ import pytest
 import detkern
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, MMA8, Contract
-from detkern.cu import ahead, column_sum, geometry
+from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dtypes import BF16, E4M3, DType, from_numpy
@@ -267,6 +267,8 @@ def differing(expected: np.ndarray, got: np.ndarray) -> int:
 def compile_all() -> int:
     """Every kernel of the backend, and mma8's, put into the cache with all cores; the number of kernels."""
     capability = describe(0).capability
-    wanted = ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + column_sum.builds()
+    wanted = (
+        ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + column_sum.builds() + rows.builds()
+    )
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

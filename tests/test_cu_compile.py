@@ -17,10 +17,11 @@ import pytest
 from cu_device import one_of_each_organisation
 
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import column_sum, geometry, loader
+from detkern.cu import column_sum, geometry, loader, rows
 from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BuildError
+from detkern.problem import RowKind
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -300,6 +301,60 @@ def test_the_bias_gradient_compiles_within_bounds(
         _check_instruction(name)
     if macros["LOAD"] != Load.STRIDED:
         assert any(name.startswith("LDGSTS") for name in instructions)
+
+
+# On sm_90a each kind with vector loads, the types and the tiles going round, and three with any strides; elsewhere the kind
+# that needs most registers.
+ROWS = [
+    *(
+        ("sm_90a", rows.build_for(kind, (F32, F16, BF16)[number % 3], rows.tiles_for(True)[number // 3 % 3]))
+        for number, kind in enumerate(RowKind)
+    ),
+    *(
+        ("sm_90a", rows.build_for(kind, F32, rows.tiles_for(False)[-1]))
+        for kind in (RowKind.MEAN, RowKind.LOG_SOFTMAX, RowKind.SOFTMAX_BACKWARD)
+    ),
+    *(
+        (architecture, rows.build_for(RowKind.SOFTMAX, (F32, BF16)[turn % 2], rows.RowTile(turn % 3 > 0, 32)))
+        for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_rows() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in ROWS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("architecture", "build"), ROWS, ids=str)
+def test_the_row_operations_compile_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_rows: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+) -> None:
+    log, code = compiled_rows[architecture, build].result()
+    assert _registers(log) <= 168  # of 288 threads: one CTA an SM at least
+    (shared,) = map(int, re.findall(r"(\d+) bytes smem", log))
+    assert shared <= 36 * 1024
+    instructions = _instructions(code)
+    kind = RowKind(dict(build.macros)["KIND"])
+    if kind in (RowKind.SUM, RowKind.SOFTMAX):
+        assert any(name == "FADD" for name in instructions)
+    if kind in (RowKind.MEAN_SQUARE, RowKind.SOFTMAX_BACKWARD, RowKind.SOFTMAX):
+        assert any(name == "FFMA" for name in instructions)
+    # The division that rounds correctly has a subroutine for operands far out, which flushes where it asks for infinities and
+    # where it negates a significand: no result.
+    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
+    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
+    assert len(flushing) == (8 if "FCHK" in instructions else 0)
+    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
+    for name in instructions:
+        if name not in flushing:
+            _check_instruction(name)
+    if dict(build.macros)["LOAD"] and not (kind.spreads and kind.operands == 1):
+        assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 
 
 def test_bounds_and_tables_name_the_same_tiles() -> None:

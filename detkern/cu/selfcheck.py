@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from .. import operands
 from ..contracts import Contract
-from ..cpu import numpy_replay
+from ..cpu import numpy_replay, numpy_rows
 from ..cpu.float_environment import default_float_environment
 from ..dtypes import F32, DType
 from ..errors import DetkernError
+from ..problem import RowKind
 from .device import CudaDevice
 from .loader import keep, kernel_folder, source_digest
 
@@ -32,9 +33,11 @@ __all__ = [
     "Outcome",
     "check",
     "check_column_sum",
+    "check_rows",
     "column_sum_outcome",
     "known_outcome",
     "outcome",
+    "rows_outcome",
 ]
 
 Array = npt.NDArray[Any]
@@ -42,6 +45,9 @@ Array = npt.NDArray[Any]
 Product = Callable[[Contract, Array, Array, Array | None], Array]
 # (dc [M, N], float32 initial [N] or None) -> out [N], float32 with an initial, else as dc.
 ColumnSum = Callable[[Array, Array | None], Array]
+
+# (kind, a, b or None, width) -> the result in float32, [M] or [M, N].
+Rows = Callable[[RowKind, Array, Array | None, int], Array]
 
 # The name under which the bias gradient is kept: no product's contract.
 COLUMN_SUM = "column_sum"
@@ -53,6 +59,7 @@ SEEN = ((9, 0),)
 _VERSION = 1
 _M, _N = 48, 40
 _DEPTHS = (8, 33, 128, 515)
+_WIDTHS = (1, 67, 128, 600)  # of rows: 128 for pieces of 16 bytes, the others for any strides and ragged ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,37 @@ def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
     return Outcome(elements, differing, example)
 
 
+def check_rows(kind: RowKind, operand: DType, rows: Rows) -> Outcome:
+    """Compare `rows` with the replay on every kind of operands and on rows of softmax's own range, for widths around the
+    pieces that a kernel works in."""
+    elements = differing = 0
+    example = ""
+    for number, name in enumerate(("logits", *operands.KINDS)):
+        for width in _WIDTHS:
+            b = None
+            if name == "logits":
+                a = (8 * operands.generate("normal", F32, (_M, width), number)).astype(operand.numpy)
+            else:
+                a = operands.generate(name, operand, (_M, width), number)
+            if kind.operands == 2:
+                b = operands.generate("normal" if name == "logits" else name, operand, (_M, width), number + 100)
+            if kind.spreads:
+                a = np.ascontiguousarray(a[:, 0])
+            with default_float_environment():
+                expected = numpy_rows.rows(kind, a, b, width=width, out_dtype=F32)
+            got = rows(kind, a, b, width)
+            wrong = np.argwhere(expected.view(np.uint32) != got.view(np.uint32))
+            elements += expected.size
+            differing += len(wrong)
+            if len(wrong) and not example:
+                at = tuple(int(index) for index in wrong[0])
+                example = (
+                    f"{name} operands, n={width}, element {list(at)}: {got.view(np.uint32)[at]:#x}, not "
+                    f"{expected.view(np.uint32)[at]:#x}"
+                )
+    return Outcome(elements, differing, example)
+
+
 _outcomes: dict[tuple[CudaDevice, str, DType], Outcome] = {}
 _lock = threading.Lock()
 
@@ -158,6 +196,11 @@ def outcome(device: CudaDevice, contract: Contract, operand: DType, source: str,
 def column_sum_outcome(device: CudaDevice, operand: DType, source: str, column_sum: ColumnSum) -> Outcome:
     """The bias gradient's outcome on a device, likewise."""
     return _outcome(device, COLUMN_SUM, operand, source, lambda: check_column_sum(operand, column_sum))
+
+
+def rows_outcome(device: CudaDevice, kind: RowKind, operand: DType, source: str, rows: Rows) -> Outcome:
+    """A row operation's outcome on a device, likewise."""
+    return _outcome(device, kind.label, operand, source, lambda: check_rows(kind, operand, rows))
 
 
 def _outcome(device: CudaDevice, name: str, operand: DType, source: str, run: Callable[[], Outcome]) -> Outcome:
