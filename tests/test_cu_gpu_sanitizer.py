@@ -30,10 +30,10 @@ import detkern
 from detkern import operands
 from detkern.backend import Execution
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import column_sum
+from detkern.cu import column_sum, rows
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.problem import RowKind, column_sum_problem, gemm_problem, row_problem
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -169,6 +169,43 @@ def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
             onto = None if initial is None else initial.copy()
             expected = detkern.bias_gradient(dc[:, :-3], out=onto, accumulate=onto is not None, backend="cpu")
             assert differing(expected.view(out_dtype.bits), cupy.asnumpy(out)) == 0
+
+
+@pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_the_row_operations_watched(dtype: DType, kind: RowKind) -> None:
+    """More tiles than a grid's CTAs, rows that end within a piece and within a chunk, and fill both stages more than once; with
+    a batch where rows are found by division."""
+    import cupy
+
+    def uploaded(host: np.ndarray) -> TensorView:
+        memory = cupy.asarray(host.view(dtype.bits))
+        strides = tuple(stride // dtype.itemsize for stride in memory.strides)
+        return TensorView(memory.data.ptr, host.shape, strides, dtype, DEVICE, array=memory)
+
+    for tile in (*rows.tiles_for(True), *rows.tiles_for(False)):
+        width = 2 * tile.columns(kind) + (8 if tile.vector else 5)
+        shape = (2, tile.rows + 1, width)
+        x = operands.generate("normal", dtype, shape, 5)
+        y = operands.generate("normal", dtype, shape, 6)
+        whole = [x[..., :1] if kind.spreads else x, y][: kind.operands]
+        views = [uploaded(np.ascontiguousarray(array)) for array in whole]
+        out = cupy.empty((*shape[:2], 1 if kind.reduces else width), F32.bits)
+        strides = tuple(stride // 4 for stride in out.strides)
+        target = TensorView(out.data.ptr, out.shape, strides, F32, DEVICE, array=out)
+        cut = width - 3  # columns that are not a whole number of pieces
+        problem = row_problem(kind, views[0], views[1] if len(views) > 1 else None, target, cut)
+        chosen = replace(rows.choose(problem, 132, tile), grid=1)
+        rows.launch(
+            problem, views[0], views[1] if len(views) > 1 else None, target, Execution(DEVICE, 0, _scratch), chosen
+        )
+        given = [
+            array[..., 0] if kind.spreads and not number else array[..., :cut] for number, array in enumerate(whole)
+        ]
+        extra = [cut] if kind.spreads and kind.operands == 1 else []
+        expected = getattr(detkern.rows, kind.label)(*given, *extra, out_dtype="f32", backend="cpu").view(np.uint32)
+        got = cupy.asnumpy(out[..., 0] if kind.reduces else out[..., :cut])
+        assert differing(expected, got) == 0, tile
 
 
 def _scratch(size: int) -> TensorView:

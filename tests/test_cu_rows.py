@@ -117,6 +117,7 @@ def test_the_constants_are_the_cpus() -> None:
             value = re.search(rf"{name} = (0x[\w.]+p[-+]?\d+)f", text)[1]
             assert float.fromhex(value) == float(getattr(numpy_rows, name))
         assert "EXP_LOWEST = -104.0f, EXP_HIGHEST = 89.0f" in text
+        assert f"{int(numpy_rows.LOG_FIRST):#x}" in text
 
 
 @pytest.mark.parametrize(

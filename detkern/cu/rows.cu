@@ -310,17 +310,18 @@ class RowTile {
         Raw next_a, next_b;
         load<true, STAGE_ARRAYS == 2>(next_a, next_b, chunk + 1);
         fill(a, b, chunk, shared_.stages[chunk % 2]);
+        __syncwarp();  // the lanes' ways parted above, and the barrier's instruction is a whole warp's
         named_barrier<THREADS>(STAGE_BARRIER);
         a = next_a;
         b = next_b;
       }
     } else {
       const int lane = thread_ - PRODUCERS;
-      float acc = 0.0f;
+      float acc = 0.0f;  // lanes without a row of their own repeat another's, so that the warp stays together
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
         named_barrier<THREADS>(STAGE_BARRIER);
         const int64_t left = p_.n - chunk * CHUNK;
-        if (lane < ROWS) acc = add(acc, shared_.stages[chunk % 2], lane, left < CHUNK ? static_cast<int>(left) : CHUNK);
+        acc = add(acc, shared_.stages[chunk % 2], lane % ROWS, left < CHUNK ? static_cast<int>(left) : CHUNK);
       }
       if (lane < rows_) {
         if constexpr (KIND == MEAN || KIND == MEAN_SQUARE) acc = __fdiv_rn(acc, width());
