@@ -1,8 +1,9 @@
 """Row operations: sum, mean, mean of squares, softmax and log-softmax over the last dimension, and their gradients.
 
-Each sum is one chain of binary32 additions over the row, in order, from +0; exp and log are written-out polynomials;
-docs/contracts.md says what each bit is. So a row's result depends on nothing but the row: not on how many others there are,
-where they lie or what computes them, nor on zeros (in softmax: masked columns, -inf) before or after what it holds.
+Sums are aligned sums: terms are cut to multiples of 2^(E - 43), E the exponent of the row's largest term, added exactly
+and rounded once. exp and log are written-out polynomials; docs/contracts.md says what each bit is. So a row's result depends
+on nothing but the row: not on how many others there are, where they lie or what computes them, nor on the order of its
+columns or on zeros (in softmax: masked columns, -inf) anywhere among them.
 
 All functions take arrays of the frameworks that `detkern.gemm` takes, float32, float16 or bfloat16, with any strides, and
 give an array of the first operand's framework on its device, ordered on the caller's current stream. They record no
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def sum(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The sum of each row: acc = +0; acc = acc + x[j], j ascending.
+    """The sum of each row, exact up to one rounding (docs/contracts.md, "The aligned sum").
 
     Args:
         x: [.., N], float32, float16 or bfloat16; any strides.
@@ -47,7 +48,7 @@ def sum(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None =
 
 
 def mean(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The mean of each row: the chain of `sum`, divided once by N in binary32. NaN where N is 0.
+    """The mean of each row: the sum of `sum` in binary32, divided once by N. NaN where N is 0; infinite where the sum is.
 
     Args, returns, raises: as `sum`.
     """
@@ -55,8 +56,8 @@ def mean(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None 
 
 
 def mean_square(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The mean of each row's squares, as RMSNorm needs it: acc = +0; acc = fma(x[j], x[j], acc), j ascending; divided once
-    by N in binary32. NaN where N is 0.
+    """The mean of each row's squares, as RMSNorm needs it: the aligned sum of x[j] * x[j], each rounded to binary32, divided
+    once by N. NaN where N is 0.
 
     Args, returns, raises: as `sum`.
     """
@@ -64,7 +65,7 @@ def mean_square(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str 
 
 
 def softmax(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """exp(x - m) / s of each row: m its largest element, s the chain of `sum` over the exponentials.
+    """exp(x - m) / s of each row: m its largest element, s the aligned sum of the exponentials.
 
     -inf is a masked column: its result is +0 and it changes no bit of the others. A row of nothing but -inf, and one with
     +inf or NaN, is all NaN.
@@ -139,7 +140,7 @@ def mean_square_backward(dy: Any, x: Any, *, out: Any = None, out_dtype: Any = N
 
 
 def softmax_backward(dy: Any, y: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The gradient of x in y = softmax(x): t the chain acc = fma(y[j], dy[j], acc), j ascending, from +0; y * (dy - t).
+    """The gradient of x in y = softmax(x): t the aligned sum of y[j] * dy[j], each rounded to binary32; y * (dy - t).
 
     Args:
         dy: [.., N], the gradient of y.
@@ -158,7 +159,7 @@ def softmax_backward(dy: Any, y: Any, *, out: Any = None, out_dtype: Any = None,
 
 
 def log_softmax_backward(dy: Any, y: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The gradient of x in y = log_softmax(x): t the chain of `sum` over dy; fma(-exp(y), t, dy).
+    """The gradient of x in y = log_softmax(x): t the aligned sum of dy; fma(-exp(y), t, dy).
 
     Args, returns, raises: as `softmax_backward`, y being what `log_softmax` gave.
     """

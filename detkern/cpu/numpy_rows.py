@@ -1,7 +1,7 @@
 """The row operations in NumPy: the definition one can run, and what the CPU backend falls back to without a C++ compiler.
 
-Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once and each row's chain goes in the
-contract's order. As for numpy_replay, the thread must be in the default rounding and flush-to-zero modes.
+Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once. As for numpy_replay, the thread must
+be in the default rounding and flush-to-zero modes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from ..errors import ContractUnsupported, ShapeError
 from ..problem import RowKind
 from .numpy_arithmetic import Array, Binary32, add, canonical, fma, round_to
 
-__all__ = ["exponential", "logarithm", "rows"]
+__all__ = ["aligned_sum", "exponential", "logarithm", "rows"]
 
 _PIECE = 1 << 18  # elements worked on at a time
+FRACTION_BITS = 43  # of a sum's largest term
+_IN_64_BITS = 1 << 18  # terms below 2^44 whose sum is below 2^62
 
 LOG2_E = np.float32(float.fromhex("0x1.715476p+0"))
 LN2_HIGH = np.float32(float.fromhex("0x1.62e4p-1"))
@@ -118,17 +120,17 @@ def _piece(kind: RowKind, a: Binary32, b: Binary32 | None, columns: int) -> Bina
     """The operation on binary32 rows, before + 0 and the last rounding."""
     width = np.float32(columns)
     if kind == RowKind.SUM:
-        return _chain(a)
+        return aligned_sum(a)
     if kind == RowKind.MEAN:
-        return _quotient(_chain(a), width)
+        return _quotient(aligned_sum(a), width)
     if kind == RowKind.MEAN_SQUARE:
-        return _quotient(_fma_chain(a, a), width)
+        return _quotient(aligned_sum(a * a), width)
     if kind in (RowKind.SOFTMAX, RowKind.LOG_SOFTMAX):
         if columns == 0:
             return a
         distance = a - a.max(axis=1, keepdims=True)  # NaN where one of the row is
         e = exponential(distance)
-        s = _chain(e)[:, None]
+        s = aligned_sum(e)[:, None]
         return _quotient(e, s) if kind == RowKind.SOFTMAX else distance - logarithm(s)
     if kind == RowKind.SUM_BACKWARD:
         return np.repeat(a[:, None], columns, axis=1)
@@ -139,25 +141,45 @@ def _piece(kind: RowKind, a: Binary32, b: Binary32 | None, columns: int) -> Bina
         each = _quotient(a, width)
         return (each + each)[:, None] * b
     if kind == RowKind.SOFTMAX_BACKWARD:
-        return b * (a - _fma_chain(b, a)[:, None])
+        return b * (a - aligned_sum(b * a)[:, None])
     e = exponential(b)
-    return fma(-e, np.broadcast_to(_chain(a)[:, None], e.shape), a)
+    return fma(-e, np.broadcast_to(aligned_sum(a)[:, None], e.shape), a)
 
 
 def _quotient(x: Binary32, y: Array | np.float32) -> Binary32:
     return canonical(np.asarray(np.divide(x, y, dtype=np.float32)))
 
 
-def _chain(values: Binary32) -> Binary32:
-    """acc = +0; acc = acc + values[:, j] for j ascending. NumPy's accumulate keeps every partial sum, so it goes in order."""
-    start = np.zeros((values.shape[0], 1), np.float32)
-    partial: Binary32 = np.add.accumulate(np.concatenate([start, values], axis=1), axis=1, dtype=np.float32)
-    return canonical(partial[:, -1].copy())
+def aligned_sum(terms: Binary32) -> Binary32:
+    """The sum of each row: terms truncated to multiples of 2^(E - 43), added exactly, rounded once. The order cannot matter."""
+    largest = np.abs(terms).max(axis=1, initial=np.float32(0))  # NaN where one is
+    finite = np.isfinite(largest)
+    exponent = np.maximum(np.frexp(np.where(finite, largest, np.float32(0)))[1] - 1, -126)
+    unit = (exponent - FRACTION_BITS)[:, None]
+    wide = np.where(finite[:, None], terms, np.float32(0)).astype(np.float64)
+    integers = np.trunc(np.ldexp(wide, -unit)).astype(np.int64)  # ldexp is exact: double has the range
+    total = _rounded_total(integers, unit[:, 0])
+    special = np.where(np.isfinite(terms), np.float32(0), terms).sum(axis=1, dtype=np.float32)
+    return canonical(np.where(finite, total, special))
 
 
-def _fma_chain(x: Binary32, y: Binary32) -> Binary32:
-    """acc = +0; acc = fma(x[:, j], y[:, j], acc) for j ascending."""
-    acc = np.zeros(x.shape[0], np.float32)
-    for j in range(x.shape[1]):
-        acc = fma(x[:, j], y[:, j], acc)
-    return acc
+def _rounded_total(integers: Array, unit: Array) -> Binary32:
+    """The sum of each row of integers below 2^44, times 2^unit, rounded once to binary32."""
+    shift = np.zeros_like(unit)
+    if integers.shape[1] <= _IN_64_BITS:
+        total = integers.sum(axis=1)
+    else:
+        parts = np.add.reduceat(integers, np.arange(0, integers.shape[1], _IN_64_BITS), axis=1)
+        whole = [sum(map(int, row)) for row in parts]
+        shift = np.array([max(abs(number).bit_length() - 62, 0) for number in whole], shift.dtype)
+        total = np.array([_shortened(number, int(by)) for number, by in zip(whole, shift, strict=True)], np.int64)
+    # The one rounding: a sum below 2^-126 is a multiple of 2^-149 and has no more than 23 bits.
+    significand = total.astype(np.float32).astype(np.float64)
+    result: Binary32 = np.ldexp(significand, unit + shift).astype(np.float32)
+    return result
+
+
+def _shortened(number: int, by: int) -> int:
+    """number / 2^by of which the last bit also says whether anything was left: it rounds to 24 bits as `number` does."""
+    magnitude = abs(number) >> by | bool(abs(number) & ((1 << by) - 1))
+    return magnitude if number >= 0 else -magnitude
