@@ -23,7 +23,7 @@ from detkern.cpu import numpy_rows
 from detkern.cu import rows, selfcheck
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
-from detkern.cu.geometry import Load
+from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.problem import RowKind, RowProblem, row_problem
@@ -76,22 +76,23 @@ def test_every_field_is_where_the_kernel_says() -> None:
     assert found == {
         "a": (1,), "b": (2,), "out": (3,), "rows": (105,), "m": (7,), "n": (9,), "a_row_stride": (13,), "a_col_stride": (2,),
         "b_row_stride": (10,), "b_col_stride": (1,), "out_row_stride": (20,), "out_col_stride": (-30,), "a_dtype": (3,),
-        "out_dtype": (2,), "out_vector": (0,), "along_rows": (0,), "batch_rank": (2,), "unused": (0,),
+        "out_dtype": (2,), "batch_rank": (2,), "unused": (0,),
         "batch_shape": (3, 5, *rest), "a_batch_strides": (1100, 200, *rest), "b_batch_strides": (900, 150, *rest),
         "out_batch_strides": (1, 4, *rest),
     }  # fmt: skip
 
 
-def test_kinds_and_chunks_are_the_kernels() -> None:
+def test_kinds_and_loads_are_the_kernels() -> None:
     text = KERNEL.read_text()
     names = re.search(r"enum Kind \{(.*?)\}", text, re.DOTALL)[1]
     assert [name.split("=")[0].strip() for name in names.split(",") if name.strip()] == [kind.name for kind in RowKind]
-    assert "(LOADS_A && LOADS_B) || LOAD != VECTOR ? 2048 : 4096" in text
-    assert f"PRODUCERS = {rows.THREADS - 32}, THREADS = PRODUCERS + 32" in text
-    assert rows.RowTile(True, 8).columns(RowKind.SOFTMAX) == 512
-    assert rows.RowTile(True, 8).columns(RowKind.MEAN_SQUARE_BACKWARD) == 512
-    assert rows.RowTile(True, 8).columns(RowKind.SOFTMAX_BACKWARD) == 256
-    assert rows.RowTile(False, 1).columns(RowKind.SUM) == 2048
+    assert f"VECTOR = {RowLoad.VECTOR:d}, ACROSS = {RowLoad.ACROSS:d};" in text
+    assert f"FRACTION_BITS = {numpy_rows.FRACTION_BITS};" in text
+    macros = re.search(r"// Macros (.*?)//  *Tile|// Macros (.*?)\n// Tile", text, re.DOTALL)[0]
+    for name, _ in rows.build_for(RowKind.SUM, F32, RowTile(RowLoad.VECTOR, 256, 1, 16)).macros:
+        assert name in macros
+    # 64-bit sums hold 2^18 terms below 2^44.
+    assert all(tile.columns <= 1 << 18 for tile in rows._TILES if tile.held)
 
 
 def test_the_constants_are_the_cpus() -> None:
@@ -106,6 +107,9 @@ def test_the_constants_are_the_cpus() -> None:
     cuda = (FOLDER / "exponential.cuh").read_text()
     cpp = (Path(detkern.cpu.__file__).parent / "exponential.h").read_text()
     assert numbers(cuda, "exponential_parts") == [float(c) for c in numpy_rows.EXP_COEFFICIENTS]
+    scaled = cuda.split("float scaled_exponential(")[1].split("\n}")[0]
+    found = re.findall(r"value[^;]*?EXP_SCALE(?: \* (0x1[\w.]*p[-+]?\d+)f)?\)?;", scaled)
+    assert [float.fromhex(number or "1") for number in found] == [float(c) for c in numpy_rows.EXP_COEFFICIENTS]
     assert numbers(cuda, "logarithm") == [float(c) for c in numpy_rows.LOG_COEFFICIENTS]
     for name, held in (("EXP", numpy_rows.EXP_COEFFICIENTS), ("LOG", numpy_rows.LOG_COEFFICIENTS)):
         listed = re.search(rf"{name}_COEFFICIENTS\[\] = \{{(.*?)\}}", cpp, re.DOTALL)[1]
@@ -123,51 +127,88 @@ def test_the_constants_are_the_cpus() -> None:
 @pytest.mark.parametrize(
     ("x", "load"),
     [
-        (_view((64, 40)), Load.MN_MAJOR),
-        (_view((64, 40), (48, 1)), Load.MN_MAJOR),
-        (_view((64, 40), (-40, 1)), Load.MN_MAJOR),
-        (_view((64, 40), (0, 1)), Load.MN_MAJOR),
-        (_view((4, 64, 40), (8000, 40, 1)), Load.MN_MAJOR),
-        (_view((40,)), Load.MN_MAJOR),
-        (_view((64, 40), (44, 1)), Load.STRIDED),
-        (_view((64, 40), (44, 1), F32), Load.MN_MAJOR),
-        (_view((64, 40), pointer=4104), Load.STRIDED),
-        (_view((4, 64, 40), (8004, 40, 1)), Load.STRIDED),
-        (_view((64, 40), (80, 2)), Load.STRIDED),
-        (_view((64, 40), (1, 64)), Load.STRIDED),
+        (_view((64, 40)), RowLoad.VECTOR),
+        (_view((64, 40), (48, 1)), RowLoad.VECTOR),
+        (_view((64, 40), (-40, 1)), RowLoad.VECTOR),
+        (_view((64, 40), (0, 1)), RowLoad.VECTOR),
+        (_view((4, 64, 40), (8004, 41, 1)), RowLoad.VECTOR),
+        (_view((64, 40), (44, 1), pointer=4098), RowLoad.VECTOR),
+        (_view((40,)), RowLoad.VECTOR),
+        (_view((64, 40), (80, 2)), RowLoad.STRIDED),
+        (_view((64, 40), (40, -1)), RowLoad.STRIDED),
+        (_view((64, 40), (0, 0)), RowLoad.STRIDED),
+        (_view((64, 40), (1, 64)), RowLoad.ACROSS),
+        (_view((64, 40), (-2, 200)), RowLoad.ACROSS),
+        (_view((1, 40), (1, 64)), RowLoad.STRIDED),
     ],
 )
-def test_load_paths(x: TensorView, load: Load) -> None:
+def test_load_paths(x: TensorView, load: RowLoad) -> None:
     assert rows.load_path(_softmax(x)) == load
 
 
-def test_both_operands_must_lie_in_pieces() -> None:
-    good, bad = _view((64, 40)), _view((64, 40), (44, 1))
-    for a, b, load in ((good, good, Load.MN_MAJOR), (good, bad, Load.STRIDED), (bad, good, Load.STRIDED)):
+def test_two_operands_must_begin_at_equal_places() -> None:
+    good, odd, far = _view((64, 40)), _view((64, 40), (44, 1)), _view((64, 40), (52, 1))
+    moved = _view((64, 40), pointer=4098)
+    for a, b, load in (
+        (good, good, RowLoad.VECTOR),
+        (odd, odd, RowLoad.VECTOR),
+        (odd, far, RowLoad.VECTOR),
+        (good, odd, RowLoad.STRIDED),
+        (odd, good, RowLoad.STRIDED),
+        (good, moved, RowLoad.STRIDED),
+        (moved, moved, RowLoad.STRIDED),  # not known how far past a multiple of 16 bytes
+        (_view((64, 40), (1, 64)), good, RowLoad.STRIDED),
+        (good, _view((64, 40), (1, 64)), RowLoad.ACROSS),
+    ):
         assert rows.load_path(row_problem(RowKind.SOFTMAX_BACKWARD, a, b, good, 40)) == load
     # One number a row may lie anywhere; where that is all there is, out decides.
     one = _view((64, 1), (3, 0), F16)
-    assert rows.load_path(row_problem(RowKind.MEAN_SQUARE_BACKWARD, one, good, bad, 40)) == Load.MN_MAJOR
-    assert rows.load_path(row_problem(RowKind.SUM_BACKWARD, one, None, bad, 40)) == Load.STRIDED
+    assert rows.load_path(row_problem(RowKind.MEAN_SQUARE_BACKWARD, one, good, odd, 40)) == RowLoad.VECTOR
+    assert rows.load_path(row_problem(RowKind.SUM_BACKWARD, one, None, _view((64, 40), (80, 2)), 40)) == RowLoad.STRIDED
 
 
-def test_every_choice_is_compiled_ahead_and_covers_the_rows() -> None:
-    known = set(rows.builds())
-    assert len(known) == len(rows.builds()) == 130
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_every_choice_is_compiled_ahead_and_covers_the_rows(capability: tuple[int, int]) -> None:
+    known = set(rows.builds(capability))
+    assert len(known) == len(rows.builds(capability)) == (271 if capability == (9, 0) else 229)
     for kind in RowKind:
         for count in (1, 31, 132 * 4, 132 * 16, 2**36):
-            for strides in ((40, 1), (41, 1), (1, count)):
-                x = _view((count, 40), strides)
-                one = _view((count, 1), (1, 0), F32)
-                b = x if kind.operands == 2 else None
-                problem = row_problem(kind, one if kind.spreads else x, b, one if kind.reduces else x, 40)
-                chosen = rows.choose(problem, 132)
-                assert chosen.build in known
-                chunks = -(-40 // chosen.tile.columns(kind)) if kind.spreads else 1
-                assert chosen.grid == min(-(-count // chosen.tile.rows) * chunks, 2**31 - 1)
-    picked = [rows.choose(_softmax(_view((count, 4096))), 132).tile.rows for count in (32, 132 * 4, 4096)]
-    assert picked == [1, 8, 32]
-    assert rows.choose(_softmax(_view((64, 40), (1, 64))), 132).tile == rows.RowTile(False, 32)
+            for width in (40, 256, 257, 1024, 4096, 4097, 16_384, 32_768, 151_936, 163_840, 163_841, 1 << 22):
+                for strides in ((width, 1), (width + 1, 1), (1, count), (2 * width, 2)):
+                    x = _view((count, width), strides)
+                    one = _view((count, 1), (1, 0), F32)
+                    b = x if kind.operands == 2 else None
+                    out = one if kind.reduces else x
+                    problem = row_problem(kind, one if kind.spreads else x, b, out, width)
+                    chosen = rows.choose(problem, capability, 132)
+                    tile = chosen.tile
+                    assert chosen.build in known
+                    assert chosen.grid % tile.cluster == 0
+                    assert 0 < chosen.grid < 2**31
+                    tiles = -(-count // tile.rows)
+                    if kind.spreads:
+                        assert chosen.grid == 2**31 - 1 or chosen.grid * tile.columns >= tiles * width
+                    else:
+                        assert chosen.grid == min(tiles * tile.cluster, (2**31 - 1) // tile.cluster * tile.cluster)
+                        assert rows.holds(problem, tile) or not tile.held
+                        # Rows are read once wherever there is a tile that holds them.
+                        most = 163_840 if capability >= (9, 0) else 16_384 if kind.operands == 2 else 32_768
+                        needed = width if strides != (width + 1, 1) or count == 1 else width + 7
+                        assert tile.held == (needed <= most) or tile.load != RowLoad.VECTOR
+
+
+def test_the_tile_follows_the_width_and_the_rows() -> None:
+    def tile(count: int, width: int, dtype: DType = F32, capability: tuple[int, int] = (9, 0)) -> str:
+        return str(rows.choose(_softmax(_view((count, width), None, dtype)), capability, 132).tile)
+
+    assert tile(4096, 4096) == "1 row x 4096 columns, held"
+    assert tile(100_000, 200) == "4 rows x 256 columns, held"
+    assert tile(4096, 4097, BF16) == "1 row x 16384 columns, held"
+    assert tile(32, 151_936) == "1 row x 163840 columns by a cluster of 8, held"
+    assert tile(32, 16_384) == "1 row x 163840 columns by a cluster of 8, held"  # CTAs for all multiprocessors
+    assert tile(4096, 16_384) == "1 row x 16384 columns, held"
+    assert tile(32, 262_144) == "1 row x 65536 columns by a cluster of 8, read for each pass"
+    assert tile(32, 151_936, F32, (8, 0)) == "1 row x 8192 columns, read for each pass"
 
 
 def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -208,7 +249,7 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         rows.launch(problem, x, None, out, _execution())
     block = struct.pack("<3Q", 4096, 0, 512) + rows.pack_params(problem)
-    assert calls == [(77, (64, 1, 1, 288, 1, 1, 0), 9, block)] * 2
+    assert calls == [(77, (16, 1, 1, 128, 1, 1, 0), 9, block)] * 2
     assert len(rows._plans) == 1
 
 
@@ -248,8 +289,8 @@ def test_what_would_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert made.refuses(problem) is None
     assert made.facts(DEVICE)["self-check of softmax bf16"].startswith("agrees")
     kernel = made.kernel(problem)
-    assert (kernel.name, kernel.tile) == ("softmax (rows.cu)", "1 rows x 4096 columns, pieces of 16 bytes")
-    assert kernel.geometry == "grid 64, 288 threads"
+    assert (kernel.name, kernel.tile) == ("softmax (rows.cu)", "4 rows x 256 columns, held, pieces of 16 bytes")
+    assert kernel.geometry == "grid 16, 128 threads"
 
 
 def test_every_device_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -279,7 +320,7 @@ def test_every_device_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     reason = rows.refusal(device, total)
     assert reason is not None
     assert "sum for bf16 on cuda:1 (Made-up GPU) differs from the CPU replay" in reason
-    assert "logits operands, n=67, element [3]" in reason
+    assert "logits operands, n=67, row 3" in reason
 
     def broken(*_: Any) -> Any:
         raise DeviceError("out of memory")

@@ -69,7 +69,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported_architectures())
-    wanted = builds(asked, capability) + ([] if contracts else column_sum.builds() + rows.builds())
+    wanted = builds(asked, capability) + ([] if contracts else column_sum.builds() + rows.builds(capability))
     start = time.perf_counter()
     running = compile_ahead(wanted, architecture, processes or len(os.sched_getaffinity(0)))
     for _ in track(running, f"kernels for {architecture}", total=len(wanted), transient=True):

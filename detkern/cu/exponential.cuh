@@ -43,6 +43,28 @@ DETKERN_INLINE float exponential(float x) {
   return __fmul_rn(__fmul_rn(mantissa, power_of_two(half)), power_of_two(exponent - half));
 }
 
+constexpr float EXP_SCALE = 0x1p+64f;
+
+// EXP_SCALE * e^x for x of 0 and less, before the rounding to a subnormal number: times 1 / EXP_SCALE, rounded, it is
+// `exponential`. The coefficients are scaled, which changes no rounding, so that the power of two may go down to 2^-150. A NaN
+// counts as the lowest.
+DETKERN_INLINE float scaled_exponential(float x) {
+  const float clamped = fmaxf(x, EXP_LOWEST);
+  const float shifted = __fmaf_rn(clamped, LOG2_E, ROUNDER);
+  const float integer = __fadd_rn(shifted, -ROUNDER);
+  float r = __fmaf_rn(integer, -LN2_HIGH, clamped);
+  r = __fmaf_rn(integer, -LN2_LOW, r);
+  float value = EXP_SCALE * 0x1.6a23f6p-10f;
+  value = __fmaf_rn(value, r, EXP_SCALE * 0x1.123a0ap-7f);
+  value = __fmaf_rn(value, r, EXP_SCALE * 0x1.5558f2p-5f);
+  value = __fmaf_rn(value, r, EXP_SCALE * 0x1.555492p-3f);
+  value = __fmaf_rn(value, r, EXP_SCALE * 0x1.fffffcp-2f);
+  value = __fmaf_rn(value, r, EXP_SCALE);
+  value = __fmaf_rn(value, r, EXP_SCALE);
+  // The bits of ROUNDER vanish from the sum: its last nine are zeros.
+  return __int_as_float(__float_as_int(value) + (__float_as_int(shifted) << 23));
+}
+
 // Of numbers from 1 to below infinity, and of NaN.
 DETKERN_INLINE float logarithm(float s) {
   if (s != s) return s;

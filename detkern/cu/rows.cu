@@ -1,20 +1,21 @@
-// The row operations of docs/contracts.md: each row's sum is one ascending binary32 chain from +0 over its columns, of x,
-// fma(x, x, acc), exp(x - largest), fma(y, dy, acc) or dy; what follows is done to each element on its own; + 0 and one rounding
-// at the end. f32, f16 and bf16. No row's chain is ever split, so no tile, grid or load changes a bit.
+// The row operations of docs/contracts.md: each row's sum is the aligned sum of its terms (x, x * x, exp(x - largest), y * dy or
+// dy), exact in integers up to one rounding, and so the same in any order; what follows is done to each element on its own; + 0
+// and one rounding at the end. f32, f16 and bf16. No team, tile, grid or load changes a bit.
 //
-// A chain takes one addition's latency (4 cycles) a column whatever the device. So a warp of its own adds, one lane a row, out of
-// shared memory, while the other warps load a chunk of columns ahead, coalesced, and do to each element what the chain wants of
-// it. A softmax passes over its row three times: largest (columns descending), chain (ascending), results (descending), each
-// beginning where the one before ended, with what is still in the cache.
+// A row belongs to a team of threads: a warp, a CTA or the CTAs of a cluster. Its columns are in pieces of 16 bytes at multiples
+// of 16 bytes, wherever the row begins, dealt to the team's threads in turn. HELD: each thread keeps its pieces in registers, so
+// that a row is read once. Else it is read for each pass: the largest terms, the sum, the results.
 //
-// Macros   KIND (detkern_row_kind), OPERAND (F32 1, F16 2, BF16 3; of the operand with columns), LOAD (STRIDED 0; VECTOR 1:
-//          adjacent columns in pieces of 16 bytes), ROWS.
-// Tile     ROWS rows (1 to 32, a power of two); chunks of ELEMENTS / ROWS columns.
-// Launch   THREADS threads, PRODUCERS of them loading. Grid (any, 1, 1): tiles are taken in turn. Where there is no chain a tile
-//          is one chunk of the rows, else all of their columns.
-// Memory   static shared memory, 36 KiB at most: two stages of binary32 and 60 bytes a row; no scratch.
-// Loads    VECTOR wants pointers and row and batch strides at multiples of 16 bytes, column stride 1. A row may end anywhere.
+// Macros   KIND (detkern_row_kind), OPERAND (F32 1, F16 2, BF16 3; of the operand with columns), LOAD (STRIDED 0, VECTOR 1,
+//          ACROSS 2), THREADS, ROWS, VALUES, CLUSTER, HELD.
+// Tile     ROWS rows of a CTA: 1, one a warp, or (ACROSS) one a lane. VALUES columns of a thread at a time. CLUSTER CTAs a row.
+// Launch   THREADS threads. Grid (any multiple of CLUSTER, 1, 1): tiles are taken in turn; a tile is ROWS rows, and where there is
+//          no sum, as many columns of them as the threads have at a time.
+// Memory   static shared memory for the reductions, 21 KiB at most; no scratch.
+// Loads    VECTOR wants column stride 1 and, of two operands, rows that begin equally far past a multiple of 16 bytes. STRIDED
+//          goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer than columns.
 #include "exponential.cuh"
+#include "team.cuh"
 
 enum Kind {
   SUM = 1,
@@ -28,8 +29,9 @@ enum Kind {
   SOFTMAX_BACKWARD,
   LOG_SOFTMAX_BACKWARD,
 };
-constexpr int VECTOR = 1;
+constexpr int VECTOR = 1, ACROSS = 2;
 constexpr int MAX_SUM_RANK = 62;  // as DETKERN_MAX_SUM_RANK in abi/abi.h
+constexpr int FRACTION_BITS = 43;  // of a sum's largest term
 
 // cu/rows.py packs the same fields in the same order; strides are in elements, of any sign.
 struct RowParams {
@@ -42,8 +44,6 @@ struct RowParams {
   int64_t b_row_stride, b_col_stride;
   int64_t out_row_stride, out_col_stride;
   int32_t a_dtype, out_dtype;  // F32, F16 or BF16
-  int32_t out_vector;          // 1: out may be written in pieces, as VECTOR reads
-  int32_t along_rows;          // 1: STRIDED threads run along the rows, whose stride is the smaller one
   int32_t batch_rank;
   int32_t unused;
   int64_t batch_shape[MAX_SUM_RANK];
@@ -54,23 +54,31 @@ struct RowParams {
 
 constexpr bool REDUCES = KIND <= MEAN_SQUARE;
 constexpr bool SPREADS = KIND >= SUM_BACKWARD && KIND <= MEAN_SQUARE_BACKWARD;
-constexpr bool HAS_CHAIN = !SPREADS;
 constexpr bool HAS_LARGEST = KIND == SOFTMAX || KIND == LOG_SOFTMAX;
 constexpr bool LOADS_A = !SPREADS, LOADS_B = KIND >= MEAN_SQUARE_BACKWARD;
-constexpr bool CHAINS_PRODUCTS = KIND == MEAN_SQUARE || KIND == SOFTMAX_BACKWARD;
-constexpr int STAGE_ARRAYS = KIND == SOFTMAX_BACKWARD ? 2 : 1;
+constexpr bool KEEPS_EXPONENTIALS = KIND == SOFTMAX && HELD;
 
-constexpr int PRODUCERS = 256, THREADS = PRODUCERS + 32;
-// Of a chunk; fewer where a thread holds more of each, within its registers.
-constexpr int ELEMENTS = (LOADS_A && LOADS_B) || LOAD != VECTOR ? 2048 : 4096;
-constexpr int CHUNK = ELEMENTS / ROWS;
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int PIECE = LOAD == VECTOR ? 16 / SIZE : 1;  // adjacent columns that a thread has at once
-constexpr int PIECES = ELEMENTS / PIECE / PRODUCERS;   // of a thread
-constexpr int PITCH = CHUNK + 4;                       // eight lanes read 16 bytes each of neighbouring rows at once
-static_assert(ROWS >= 1 && ROWS <= 32 && (ROWS & (ROWS - 1)) == 0 && CHUNK % PIECE == 0 && CHUNK % 4 == 0, "whole pieces");
+constexpr int PIECES = VALUES / PIECE;
+constexpr int WORDS = LOAD == VECTOR ? 4 : 1;  // of a piece
+constexpr int WARPS = THREADS / 32;
+constexpr int TEAM_WARPS = LOAD == ACROSS ? WARPS : WARPS / ROWS;
+constexpr int MEMBERS = LOAD == ACROSS ? WARPS : THREADS / ROWS;  // threads of one CTA in a team
+constexpr int STEP = MEMBERS * CLUSTER * PIECE;                   // columns from one piece of a thread to its next
+constexpr int SLAB = STEP * PIECES;                               // columns that a team has at once
+static_assert(VALUES % PIECE == 0 && (ROWS == 1 || (LOAD == ACROSS ? ROWS == 32 : ROWS == WARPS)), "teams are whole");
+static_assert(CLUSTER == 1 || ROWS == 1, "a cluster has one row");
 
-constexpr int STAGE_BARRIER = 1;
+// CTAs of a multiprocessor, as far as registers go: 64 of a thread, 128 where it holds many numbers of two operands or the
+// exponentials of the most that there is room for.
+constexpr bool HOLDS_MANY =
+    LOADS_A && LOADS_B ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
+constexpr int REGISTERS = HOLDS_MANY && THREADS < 1024 ? 128 : 64;
+constexpr int RESIDENT = 65536 / (THREADS * REGISTERS);
+
+// Beyond the end of a row: changes no sum; for a softmax, no largest element either.
+constexpr uint32_t FILL = !HAS_LARGEST ? 0 : OPERAND == F32 ? 0xff800000u : OPERAND == F16 ? 0xfc00fc00u : 0xff80ff80u;
 
 template <int DTYPE>
 struct Bits {
@@ -82,25 +90,36 @@ struct Bits<F32> {
 };
 using Element = Bits<OPERAND>::Type;
 
-struct Shared {
-  float stages[2][STAGE_ARRAYS][ROWS * PITCH];
-  int64_t a[ROWS], b[ROWS], out[ROWS];  // offsets of the rows in elements
-  float largest[ROWS], chain[ROWS], given[ROWS];
+template <bool WIDE>
+struct SumOf {
+  using Type = Sum;
 };
-static_assert(sizeof(Shared::stages) >= sizeof(float) * PRODUCERS * (PIECES + 1), "partial maxima lie in the stages");
+template <>
+struct SumOf<true> {
+  using Type = WideSum;
+};
+// A team that holds a row has at most 2^18 of its columns, so the sum is below 2^62.
+using Total = SumOf<!HELD>::Type;
+static_assert(!HELD || SLAB <= 1 << 18, "the sum stays within 64 bits");
+
+template <class T>
+using TeamRoom = Room<T, TEAM_WARPS, CLUSTER, LOAD == ACROSS>;
+
+struct Shared {
+  union {
+    TeamRoom<Largest> largest;
+    TeamRoom<Extent> extent;
+  };
+  TeamRoom<Total> total;
+};
 
 DETKERN_INLINE int64_t quotient(int64_t dividend, int64_t divisor) {
   if (((dividend | divisor) >> 32) == 0) return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
   return dividend / divisor;
 }
 
-DETKERN_INLINE float widened(uint32_t bits) {
-  if constexpr (OPERAND == F32) {
-    return __uint_as_float(bits);
-  } else {
-    return upcast<OPERAND>(bits);
-  }
-}
+// 2^exponent, a normal number.
+DETKERN_INLINE float power(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 // One element of any type.
 DETKERN_INLINE float load_any(const void* data, int64_t offset, int dtype) {
@@ -119,366 +138,427 @@ DETKERN_INLINE void store_any(void* data, int64_t offset, int dtype, float value
   }
 }
 
-// The larger of two, or NaN where one is.
-DETKERN_INLINE float larger(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-
-// COUNT adjacent numbers, at an address that is aligned for as many at a time as there are of them.
-template <int COUNT>
-DETKERN_INLINE void put(const float (&values)[COUNT], float* target) {
-  if constexpr (COUNT >= 4) {
+// PIECE numbers (4 or 8) at an address that is a multiple of 16 bytes, or of all of them where they are fewer.
+DETKERN_INLINE void put(const float (&values)[PIECE], float* target) {
+  if constexpr (PIECE >= 4) {
 #pragma unroll
-    for (int j = 0; j < COUNT; j += 4)
+    for (int j = 0; j < PIECE; j += 4)
       *reinterpret_cast<float4*>(target + j) = make_float4(values[j], values[j + 1], values[j + 2], values[j + 3]);
-  } else {
-    *target = values[0];
   }
 }
 
-template <int DTYPE, int COUNT>
-DETKERN_INLINE void put_rounded(const float (&values)[COUNT], uint16_t* target) {
-  if constexpr (COUNT >= 4) {
-    uint32_t pairs[COUNT / 2];
+template <int DTYPE>
+DETKERN_INLINE void put_rounded(const float (&values)[PIECE], uint16_t* target) {
+  if constexpr (PIECE >= 4) {
+    uint32_t pairs[PIECE / 2];
 #pragma unroll
-    for (int j = 0; j < COUNT; j += 2) pairs[j / 2] = round_pair<DTYPE>(values[j], values[j + 1]);
-    if constexpr (COUNT == 8) {
+    for (int j = 0; j < PIECE; j += 2) pairs[j / 2] = round_pair<DTYPE>(values[j], values[j + 1]);
+    if constexpr (PIECE == 8) {
       *reinterpret_cast<uint4*>(target) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     } else {
       *reinterpret_cast<uint2*>(target) = make_uint2(pairs[0], pairs[1]);
     }
-  } else {
-    *target = round_one<DTYPE>(values[0]);
   }
 }
 
-// Where a thread's piece `i` lies in a chunk.
-struct Place {
-  int row, column;
-  DETKERN_INLINE Place(int i, int thread, bool along_rows) {
-    const int index = i * PRODUCERS + thread;
-    if (LOAD != VECTOR && along_rows) {
-      row = index % ROWS;
-      column = index / ROWS;
-    } else {
-      row = index / (CHUNK / PIECE);
-      column = index % (CHUNK / PIECE) * PIECE;
+// total * 2^(exponent - FRACTION_BITS), rounded once: what is below 2^-126 is a multiple of 2^-149 and has no more than 23 bits.
+DETKERN_INLINE float rounded(const Sum& total, int exponent) {
+  return __fmul_rn(__fmul_rn(__ll2float_rn(total.value), power(-FRACTION_BITS)), power(exponent));
+}
+
+DETKERN_INLINE float rounded(const WideSum& total, int exponent) {
+  const bool negative = total.high < 0;
+  uint64_t high = negative ? ~static_cast<uint64_t>(total.high) + (total.low == 0) : total.high;
+  uint64_t low = negative ? 0 - total.low : total.low;
+  int shift = 0;
+  if (high != 0) {
+    shift = 64 - __clzll(high);
+    const uint64_t kept = shift == 64 ? high : high << (64 - shift) | low >> shift;
+    const bool left = shift == 64 ? low != 0 : low << (64 - shift) != 0;
+    low = kept | left;  // far below the 24 bits that are kept
+  }
+  const float magnitude = __fmul_rn(__fmul_rn(__ull2float_rn(low), power(shift - FRACTION_BITS)), power(exponent));
+  return negative ? -magnitude : magnitude;
+}
+
+// Where one row lies, in elements.
+struct Offsets {
+  int64_t a, b, out;
+
+  DETKERN_INLINE Offsets(const RowParams& p, int64_t row) {
+    int64_t outer = p.batch_rank == 0 ? 0 : quotient(row, p.m);
+    const int64_t inner = row - outer * p.m;
+    a = inner * p.a_row_stride;
+    b = inner * p.b_row_stride;
+    out = inner * p.out_row_stride;
+#pragma unroll 1
+    for (int axis = p.batch_rank - 1; axis >= 0; --axis) {
+      const int64_t next = quotient(outer, p.batch_shape[axis]);
+      const int64_t index = outer - next * p.batch_shape[axis];
+      a += index * p.a_batch_strides[axis];
+      b += index * p.b_batch_strides[axis];
+      out += index * p.out_batch_strides[axis];
+      outer = next;
     }
   }
 };
 
-// A thread's pieces of a chunk as they lie in memory; zeros past the end of a row, and in rows past the last.
-struct Raw {
-  static constexpr int WORDS = LOAD == VECTOR ? 4 : 1;
+// The columns of a thread at one time: piece i begins at first + i * STEP.
+struct Span {
+  int64_t first;
+  int left;  // columns from `first` to the row's end, 0 at least, SLAB at most
+  int lead;  // columns of piece 0 that lie before the row
+
+  DETKERN_INLINE Span(int64_t first, int64_t n) : first(first) {
+    const int64_t beyond = n - first;
+    left = beyond < 0 ? 0 : beyond > SLAB ? SLAB : static_cast<int>(beyond);
+    lead = PIECE > 1 && first < 0 ? static_cast<int>(-first) : 0;
+  }
+  DETKERN_INLINE bool some(int i) const { return i * STEP < left; }
+  DETKERN_INLINE bool whole(int i) const { return i * STEP + PIECE <= left && (i > 0 || lead == 0); }
+  DETKERN_INLINE bool has(int i, int j) const { return i * STEP + j < left && (i > 0 || j >= lead); }
+};
+
+// A whole piece where it is wanted: sixteen bytes, or one element.
+template <int COUNT>
+DETKERN_INLINE void load_piece(bool wanted, const Element* source, uint32_t (&words)[COUNT]) {
+  if constexpr (COUNT == 4) {
+    load_global_if(wanted, source, words);
+  } else {
+    if (wanted) words[0] = *source;
+  }
+}
+
+// A thread's pieces as they lie in memory, FILL where there is no column.
+struct Pieces {
   uint32_t words[PIECES][WORDS];
 
-  DETKERN_INLINE void load(const void* data, const int64_t* offsets, int64_t col_stride, int64_t first, int64_t n, int rows,
-                           bool along_rows, int thread) {
+  DETKERN_INLINE void load(const void* data, int64_t row, int64_t col_stride, const Span& span) {
+    const Element* const source = static_cast<const Element*>(data) + row + span.first * (LOAD == VECTOR ? 1 : col_stride);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
-      const Place place(i, thread, along_rows);
-      const int64_t column = first + place.column;
-      const bool inside = place.row < rows && column < n;
-      const Element* source = static_cast<const Element*>(data) + (inside ? offsets[place.row] + column * col_stride : 0);
 #pragma unroll
-      for (int w = 0; w < WORDS; ++w) words[i][w] = 0;
-      if constexpr (LOAD == VECTOR) {
-        if (inside && column + PIECE <= n) {
-          const uint4 four = *reinterpret_cast<const uint4*>(source);
-          words[i][0] = four.x;
-          words[i][1] = four.y;
-          words[i][2] = four.z;
-          words[i][3] = four.w;
-        } else if (inside) {
+      for (int w = 0; w < WORDS; ++w) words[i][w] = FILL;
+      load_piece(span.whole(i), source + i * STEP * (LOAD == VECTOR ? 1 : col_stride), words[i]);
+    }
+    if constexpr (LOAD == VECTOR) {
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i) {
+        if (span.some(i) && !span.whole(i)) {
 #pragma unroll
           for (int j = 0; j < PIECE; ++j) {
-            if (column + j < n) words[i][j * SIZE / 4] |= static_cast<uint32_t>(source[j]) << (j * SIZE % 4 * 8);
+            constexpr uint32_t MASK = SIZE == 4 ? 0xffffffffu : 0xffffu;
+            const int low = j * SIZE % 4 * 8;
+            if (span.has(i, j)) {
+              uint32_t& word = words[i][j * SIZE / 4];
+              word = (word & ~(MASK << low)) | static_cast<uint32_t>(source[i * STEP + j]) << low;
+            }
           }
         }
-      } else {
-        if (inside) words[i][0] = *source;
       }
     }
   }
 
   DETKERN_INLINE float value(int i, int j) const {
-    if constexpr (LOAD != VECTOR) {
-      return widened(words[i][0]);
-    } else if constexpr (OPERAND == F32) {
+    if constexpr (OPERAND == F32) {
       return __uint_as_float(words[i][j]);
+    } else if constexpr (LOAD != VECTOR) {
+      return upcast<OPERAND>(words[i][0] & 0xffffu);
     } else {
       return j % 2 == 0 ? upcast_low<OPERAND>(words[i][j / 2]) : upcast_high<OPERAND>(words[i][j / 2]);
     }
   }
 };
 
-class RowTile {
+class Row {
  public:
-  DETKERN_INLINE RowTile(const RowParams& p, Shared& shared, int64_t first_row)
-      : p_(p), shared_(shared), first_row_(first_row), thread_(threadIdx.x), along_rows_(p.along_rows != 0) {
-    const int64_t left = p.rows - first_row;
-    rows_ = left < ROWS ? static_cast<int>(left) : ROWS;
-    chunks_ = (p.n + CHUNK - 1) / CHUNK;
+  // row: beyond the last, a row without columns, for lanes that only help to reduce.
+  DETKERN_INLINE Row(const RowParams& p, Shared& shared, int64_t row, bool exists)
+      : p_(p), shared_(shared), at_(p, exists ? row : 0), exists_(exists) {
+    member_ = LOAD == ACROSS ? threadIdx.x / 32 : threadIdx.x % MEMBERS;
+    if constexpr (CLUSTER > 1) member_ += cluster_rank() * MEMBERS;
+    shift_ = 0;
+    if constexpr (LOAD == VECTOR) {
+      const int out_size = p.out_dtype == F32 ? 4 : 2;
+      const uint64_t out = reinterpret_cast<uint64_t>(p.out) + at_.out * out_size;
+      uint64_t start = out / out_size;
+      if constexpr (LOADS_A) start = reinterpret_cast<uint64_t>(p.a) / SIZE + at_.a;
+      if constexpr (LOADS_B) start = reinterpret_cast<uint64_t>(p.b) / SIZE + at_.b;
+      shift_ = start % PIECE;
+      const int together = PIECE * out_size < 16 ? PIECE * out_size : 16;
+      out_pieces_ = p.out_col_stride == 1 && (out - shift_ * out_size) % together == 0;
+    }
   }
 
-  DETKERN_INLINE bool produces() const { return thread_ < PRODUCERS; }
-
-  // The rows' offsets, and the number of each that spreads.
-  DETKERN_INLINE void begin() {
-    if (thread_ < rows_) {
-      const int64_t row = first_row_ + thread_;
-      int64_t outer = p_.batch_rank == 0 ? 0 : quotient(row, p_.m);
-      const int64_t inner = row - outer * p_.m;
-      int64_t a = inner * p_.a_row_stride, b = inner * p_.b_row_stride, out = inner * p_.out_row_stride;
-#pragma unroll 1
-      for (int axis = p_.batch_rank - 1; axis >= 0; --axis) {
-        const int64_t next = quotient(outer, p_.batch_shape[axis]);
-        const int64_t index = outer - next * p_.batch_shape[axis];
-        a += index * p_.a_batch_strides[axis];
-        b += index * p_.b_batch_strides[axis];
-        out += index * p_.out_batch_strides[axis];
-        outer = next;
-      }
-      shared_.a[thread_] = a;
-      shared_.b[thread_] = b;
-      shared_.out[thread_] = out;
-      if constexpr (SPREADS) {
-        float given = load_any(p_.a, a, p_.a_dtype);
-        if constexpr (KIND != SUM_BACKWARD) given = __fdiv_rn(given, width());
-        if constexpr (KIND == MEAN_SQUARE_BACKWARD) given = __fadd_rn(given, given);
-        shared_.given[thread_] = given;
-      }
-    }
-    __syncthreads();
+  DETKERN_INLINE void hold() {
+    if constexpr (HELD) load(0);
   }
 
-  // Each row's largest element.
-  DETKERN_INLINE void find_largest() {
-    float* const partial = &shared_.stages[0][0][0];
-    float* const fewer = partial + PRODUCERS * PIECES;
-    constexpr int EACH = PRODUCERS * PIECES / ROWS, SHARE = PRODUCERS / ROWS;  // partial maxima, and threads, of a row
-    const float lowest = __int_as_float(0xff800000);
-    if (produces()) {
-      float most[PIECES];
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) most[i] = lowest;
-      Raw raw, none;
-      load<true, false>(raw, none, chunks_ - 1);
-      for (int64_t chunk = chunks_ - 1; chunk >= 0; --chunk) {
-        Raw ahead;
-        load<true, false>(ahead, none, chunk - 1);
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-          const Place place(i, thread_, along_rows_);
-#pragma unroll
-          for (int j = 0; j < PIECE; ++j) {
-            if (chunk * CHUNK + place.column + j < p_.n) most[i] = larger(most[i], raw.value(i, j));
-          }
-        }
-        raw = ahead;
-      }
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) partial[i * PRODUCERS + thread_] = most[i];
-    }
-    __syncthreads();
-    const bool across = LOAD != VECTOR && along_rows_;
-    if (produces()) {
-      const int row = thread_ / SHARE;
-      float found = lowest;
-      for (int k = thread_ % SHARE; k < EACH; k += SHARE)
-        found = larger(found, partial[across ? k * ROWS + row : row * EACH + k]);
-      fewer[thread_] = found;
-    }
-    __syncthreads();
-    if (thread_ < ROWS) {
-      float found = lowest;
-#pragma unroll 8
-      for (int k = 0; k < SHARE; ++k) found = larger(found, fewer[thread_ * SHARE + k]);
-      shared_.largest[thread_] = found;
-    }
-    __syncthreads();
-  }
-
-  // The chains: the other warps fill one stage while the adding warp empties the other.
-  DETKERN_INLINE void run_chains() {
-    if (produces()) {
-      Raw a, b;
-      load<true, STAGE_ARRAYS == 2>(a, b, 0);
-      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        Raw next_a, next_b;
-        load<true, STAGE_ARRAYS == 2>(next_a, next_b, chunk + 1);
-        fill(a, b, chunk, shared_.stages[chunk % 2]);
-        __syncwarp();  // the lanes' ways parted above, and the barrier's instruction is a whole warp's
-        named_barrier<THREADS>(STAGE_BARRIER);
-        a = next_a;
-        b = next_b;
-      }
+  DETKERN_INLINE void run() {
+    float sum;
+    if constexpr (HAS_LARGEST) {
+      sum = exponentials();
     } else {
-      const int lane = thread_ - PRODUCERS;
-      float acc = 0.0f;  // lanes without a row of their own repeat another's, so that the warp stays together
-      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        named_barrier<THREADS>(STAGE_BARRIER);
-        const int64_t left = p_.n - chunk * CHUNK;
-        acc = add(acc, shared_.stages[chunk % 2], lane % ROWS, left < CHUNK ? static_cast<int>(left) : CHUNK);
-      }
-      if (lane < rows_) {
-        if constexpr (KIND == MEAN || KIND == MEAN_SQUARE) acc = __fdiv_rn(acc, width());
-        if constexpr (KIND == LOG_SOFTMAX) acc = logarithm(acc);
-        if constexpr (REDUCES) {
-          store_any(p_.out, shared_.out[lane], p_.out_dtype, acc);
-        } else {
-          shared_.chain[lane] = acc;
-        }
-      }
+      sum = aligned_sum();
     }
-    __syncthreads();
-  }
-
-  // The results of chunks [first, last), the last one first.
-  DETKERN_INLINE void write(int64_t first, int64_t last) {
-    if (!produces()) return;
-    Raw a, b;
-    load<LOADS_A, LOADS_B>(a, b, last - 1);
-    for (int64_t chunk = last - 1; chunk >= first; --chunk) {
-      Raw next_a, next_b;
-      load<LOADS_A, LOADS_B>(next_a, next_b, chunk > first ? chunk - 1 : -1);
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) {
-        const Place place(i, thread_, along_rows_);
-        if (place.row < rows_) {
-          float results[PIECE];
-#pragma unroll
-          for (int j = 0; j < PIECE; ++j)
-            results[j] = result(place.row, LOADS_A ? a.value(i, j) : 0.0f, LOADS_B ? b.value(i, j) : 0.0f);
-          store(results, place.row, chunk * CHUNK + place.column);
-        }
+    if constexpr (KIND == MEAN || KIND == MEAN_SQUARE) sum = __fdiv_rn(sum, width());
+    if constexpr (REDUCES) {
+      if (member_ == 0 && exists_) store_any(p_.out, at_.out, p_.out_dtype, sum);
+    } else {
+      if constexpr (KIND == LOG_SOFTMAX) sum = logarithm(sum);
+      divisor_ = sum;
+      if constexpr (KIND == SOFTMAX) {
+        reciprocal_ = __frcp_rn(sum);
+        // From here on neither the quotient nor a remainder below leaves the normal numbers.
+        plain_ = sum <= 0x1p+24f ? 0x1p-96f : __int_as_float(0x7f800000);
       }
-      a = next_a;
-      b = next_b;
+      for_each_slab([&](const Span& span) { write(span); });
     }
   }
 
-  DETKERN_INLINE int64_t chunks() const { return chunks_; }
+  // Without a sum: the columns of one slab.
+  DETKERN_INLINE void spread(int64_t slab) {
+    divisor_ = load_any(p_.a, at_.a, p_.a_dtype);
+    if constexpr (KIND != SUM_BACKWARD) divisor_ = __fdiv_rn(divisor_, width());
+    if constexpr (KIND == MEAN_SQUARE_BACKWARD) divisor_ = __fadd_rn(divisor_, divisor_);
+    const Span here = span(slab);
+    load(slab);
+    write(here);
+  }
 
  private:
   DETKERN_INLINE float width() const { return __ll2float_rn(p_.n); }
+  DETKERN_INLINE int64_t columns() const { return LOAD != ACROSS || exists_ ? p_.n : 0; }
 
-  // A chunk of the operands with columns; of a chunk before the first, or past the last, nothing.
-  template <bool WITH_A, bool WITH_B>
-  DETKERN_INLINE void load(Raw& a, Raw& b, int64_t chunk) const {
-    const int64_t end = chunk < 0 ? 0 : p_.n;
-    if constexpr (WITH_A) a.load(p_.a, shared_.a, p_.a_col_stride, chunk * CHUNK, end, rows_, along_rows_, thread_);
-    if constexpr (WITH_B) b.load(p_.b, shared_.b, p_.b_col_stride, chunk * CHUNK, end, rows_, along_rows_, thread_);
+  DETKERN_INLINE Span span(int64_t slab) const {
+    return Span(slab * SLAB + static_cast<int64_t>(member_) * PIECE - shift_, columns());
   }
 
-  // What the chain adds: +0 past the end of a row, which changes no chain.
-  DETKERN_INLINE void fill(const Raw& a, const Raw& b, int64_t chunk, float (&stage)[STAGE_ARRAYS][ROWS * PITCH]) const {
+  DETKERN_INLINE void load(int64_t slab) {
+    const Span here = span(slab);
+    if constexpr (LOADS_A) a_.load(p_.a, at_.a, p_.a_col_stride, here);
+    if constexpr (LOADS_B) b_.load(p_.b, at_.b, p_.b_col_stride, here);
+  }
+
+  // visit(span) with every slab of the row in a_ and b_, in turn.
+  template <class Visit>
+  DETKERN_INLINE void for_each_slab(const Visit& visit) {
+    if constexpr (HELD) {
+      visit(span(0));
+    } else {
+      const int64_t slabs = (columns() + shift_ + SLAB - 1) / SLAB;
+#pragma unroll 1
+      for (int64_t slab = 0; slab < slabs; ++slab) {
+        load(slab);
+        visit(span(slab));
+      }
+    }
+  }
+
+  // visit(i, j) for every column that the thread has, and for what fills the pieces.
+  template <class Visit>
+  static DETKERN_INLINE void for_each_column(const Visit& visit) {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
-      const Place place(i, thread_, along_rows_);
-      float values[PIECE];
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) visit(i, j);
+    }
+  }
+
+  template <class T>
+  DETKERN_INLINE T combined(const T& value, TeamRoom<T>& room) const {
+    return combine_team<TEAM_WARPS, CLUSTER, LOAD == ACROSS>(value, room);
+  }
+
+  // What the sum adds; +0 beyond the row.
+  DETKERN_INLINE float term(int i, int j) const {
+    if constexpr (KIND == MEAN_SQUARE) return __fmul_rn(a_.value(i, j), a_.value(i, j));
+    if constexpr (KIND == SOFTMAX_BACKWARD) return __fmul_rn(b_.value(i, j), a_.value(i, j));
+    return a_.value(i, j);
+  }
+
+  // The terms in units of 2^-c, each truncated, where 2^c is scale * more; more is 1 unless TWICE.
+  template <bool TWICE>
+  DETKERN_INLINE Total units(float scale, float more) {
+    Total total{};
+    for_each_slab([&](const Span&) {
+      int64_t part = 0;
+      for_each_column([&](int i, int j) {
+        float value = __fmul_rn(term(i, j), scale);
+        if constexpr (TWICE) value = __fmul_rn(value, more);
+        part += __float2ll_rz(value);
+      });
+      total.add(part);
+    });
+    return total;
+  }
+
+  DETKERN_INLINE float aligned_sum() {
+    Extent extent{0.0f, 0.0f};
+    for_each_slab([&](const Span&) {
+      for_each_column([&](int i, int j) {
+        extent.most = larger(extent.most, term(i, j));
+        if constexpr (KIND != MEAN_SQUARE) extent.least = larger(extent.least, -term(i, j));
+      });
+    });
+    extent = combined(extent, shared_.extent);
+    const float top = larger(extent.most, extent.least);
+    const bool finite = top < __int_as_float(0x7f800000);
+    const int biased = finite ? __float_as_int(top) >> 23 : 0, exponent = (biased > 0 ? biased : 1) - 127;
+    const int places = FRACTION_BITS - exponent;
+    Total total;
+    if (places <= 127) {
+      total = units<false>(power(places), 1.0f);
+    } else {
+      total = units<true>(power(127), power(places - 127));
+    }
+    const float sum = rounded(combined(total, shared_.total), exponent);
+    return finite ? sum : __fadd_rn(extent.most, -extent.least);
+  }
+
+  // largest_ and the sum of exp(x - largest_), whose exponent is 0: its largest term is 1. NaN where the largest is not finite.
+  DETKERN_INLINE float exponentials() {
+    Largest largest{__int_as_float(0xff800000)};
+    for_each_slab([&](const Span&) {
+      for_each_column([&](int i, int j) { largest.value = larger(largest.value, a_.value(i, j)); });
+    });
+    largest_ = combined(largest, shared_.largest).value;
+    Total total{};
+    for_each_slab([&](const Span&) {
+      int64_t part = 0;
+      for_each_column([&](int i, int j) {
+        const float scaled = scaled_exponential(__fadd_rn(a_.value(i, j), -largest_));
+        // Truncated to multiples of 2^-43; of a number so small that its binary32 rounding differs nothing is left.
+        part += __float2ll_rz(__fmul_rn(scaled, 0x1p+43f / EXP_SCALE));
+        if constexpr (KEEPS_EXPONENTIALS) exponentials_[i * PIECE + j] = __fmul_rn(scaled, 1 / EXP_SCALE);
+      });
+      total.add(part);
+    });
+    const float sum = rounded(combined(total, shared_.total), 0);
+    return fabsf(largest_) < __int_as_float(0x7f800000) ? sum : __int_as_float(0x7fffffff);
+  }
+
+  DETKERN_INLINE float exponential_of(int i, int j) const {
+    if constexpr (KEEPS_EXPONENTIALS) return exponentials_[i * PIECE + j];
+    return __fmul_rn(scaled_exponential(__fadd_rn(a_.value(i, j), -largest_)), 1 / EXP_SCALE);
+  }
+
+  // The quotients of a piece by divisor_, each rounded once: the steps of a division (Markstein 1990), whose reciprocal all
+  // share. Where a remainder could be subnormal, the division itself.
+  DETKERN_INLINE void divide(float (&numbers)[PIECE]) const {
+    bool plain = true;
+#pragma unroll
+    for (int j = 0; j < PIECE; ++j) plain &= numbers[j] >= plain_ || numbers[j] == 0.0f;
+    if (plain) {
 #pragma unroll
       for (int j = 0; j < PIECE; ++j) {
-        values[j] = a.value(i, j);
-        if constexpr (HAS_LARGEST) {
-          const bool inside = place.row < rows_ && chunk * CHUNK + place.column + j < p_.n;
-          values[j] = inside ? exponential(__fadd_rn(values[j], -shared_.largest[place.row])) : 0.0f;
+        float q = __fmul_rn(numbers[j], reciprocal_);
+        q = __fmaf_rn(__fmaf_rn(-divisor_, q, numbers[j]), reciprocal_, q);
+        numbers[j] = __fmaf_rn(__fmaf_rn(-divisor_, q, numbers[j]), reciprocal_, q);
+      }
+    } else {
+#pragma unroll 1
+      for (int turn = 0; turn < PIECE; ++turn) {  // one division in the code; the numbers go round
+        const float q = __fdiv_rn(numbers[0], divisor_);
+#pragma unroll
+        for (int j = 0; j + 1 < PIECE; ++j) numbers[j] = numbers[j + 1];
+        numbers[PIECE - 1] = q;
+      }
+    }
+  }
+
+  DETKERN_INLINE void write(const Span& span) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      if (!span.some(i)) continue;
+      float results[PIECE];
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) {
+        if constexpr (KIND == SOFTMAX) {
+          results[j] = exponential_of(i, j);
+        } else if constexpr (KIND == LOG_SOFTMAX) {
+          results[j] = __fadd_rn(__fadd_rn(a_.value(i, j), -largest_), -divisor_);
+        } else if constexpr (KIND == MEAN_SQUARE_BACKWARD) {
+          results[j] = __fmul_rn(divisor_, b_.value(i, j));
+        } else if constexpr (KIND == SOFTMAX_BACKWARD) {
+          results[j] = __fmul_rn(b_.value(i, j), __fadd_rn(a_.value(i, j), -divisor_));
+        } else if constexpr (KIND == LOG_SOFTMAX_BACKWARD) {
+          results[j] = __fmaf_rn(-exponential(b_.value(i, j)), divisor_, a_.value(i, j));
+        } else {
+          results[j] = divisor_;
         }
       }
-      put(values, &stage[0][place.row * PITCH + place.column]);
-      if constexpr (STAGE_ARRAYS == 2) {
-#pragma unroll
-        for (int j = 0; j < PIECE; ++j) values[j] = b.value(i, j);
-        put(values, &stage[STAGE_ARRAYS - 1][place.row * PITCH + place.column]);
-      }
+      if constexpr (KIND == SOFTMAX) divide(results);
+      store(results, span, i);
     }
   }
 
-  // `count` columns of a row, in order; up to three zeros behind them change nothing.
-  static DETKERN_INLINE float add(float acc, const float (&stage)[STAGE_ARRAYS][ROWS * PITCH], int row, int count) {
-    const float4* const x = reinterpret_cast<const float4*>(&stage[0][row * PITCH]);
-    const float4* const y = reinterpret_cast<const float4*>(&stage[STAGE_ARRAYS - 1][row * PITCH]);
-    const int fours = (count + 3) / 4;
-#pragma unroll 8
-    for (int k = 0; k < fours; ++k) {
-      const float4 v = x[k];
-      if constexpr (CHAINS_PRODUCTS) {
-        const float4 w = STAGE_ARRAYS == 2 ? y[k] : v;
-        acc = __fmaf_rn(v.x, w.x, acc);
-        acc = __fmaf_rn(v.y, w.y, acc);
-        acc = __fmaf_rn(v.z, w.z, acc);
-        acc = __fmaf_rn(v.w, w.w, acc);
-      } else {
-        acc = __fadd_rn(acc, v.x);
-        acc = __fadd_rn(acc, v.y);
-        acc = __fadd_rn(acc, v.z);
-        acc = __fadd_rn(acc, v.w);
-      }
-    }
-    return acc;
-  }
-
-  DETKERN_INLINE float result(int row, float a, float b) const {
-    if constexpr (KIND == SOFTMAX)
-      return __fdiv_rn(exponential(__fadd_rn(a, -shared_.largest[row])), shared_.chain[row]);
-    if constexpr (KIND == LOG_SOFTMAX) return __fadd_rn(__fadd_rn(a, -shared_.largest[row]), -shared_.chain[row]);
-    if constexpr (KIND == SUM_BACKWARD || KIND == MEAN_BACKWARD) return shared_.given[row];
-    if constexpr (KIND == MEAN_SQUARE_BACKWARD) return __fmul_rn(shared_.given[row], b);
-    if constexpr (KIND == SOFTMAX_BACKWARD) return __fmul_rn(b, __fadd_rn(a, -shared_.chain[row]));
-    return __fmaf_rn(-exponential(b), shared_.chain[row], a);
-  }
-
-  DETKERN_INLINE void store(const float (&results)[PIECE], int row, int64_t column) const {
-    const int64_t offset = shared_.out[row] + column * p_.out_col_stride;
-    if constexpr (PIECE >= 4) {
-      if (p_.out_vector && column + PIECE <= p_.n) {
-        float sums[PIECE];  // + 0, as in store_any
+  DETKERN_INLINE void store(float (&results)[PIECE], const Span& span, int i) const {
+    if constexpr (PIECE > 1) {
+      if (out_pieces_ && span.whole(i)) {
+        const int64_t offset = at_.out + span.first + i * STEP;
 #pragma unroll
-        for (int j = 0; j < PIECE; ++j) sums[j] = __fadd_rn(results[j], 0.0f);
+        for (int j = 0; j < PIECE; ++j) results[j] = __fadd_rn(results[j], 0.0f);  // as in store_any
+        uint16_t* const halves = static_cast<uint16_t*>(p_.out) + offset;
         if (p_.out_dtype == F32) {
-          put(sums, static_cast<float*>(p_.out) + offset);
+          put(results, static_cast<float*>(p_.out) + offset);
+        } else if (p_.out_dtype == F16) {
+          put_rounded<F16>(results, halves);
         } else {
-          uint16_t* const target = static_cast<uint16_t*>(p_.out) + offset;
-          if (p_.out_dtype == F16) {
-            put_rounded<F16>(sums, target);
-          } else {
-            put_rounded<BF16>(sums, target);
-          }
+          put_rounded<BF16>(results, halves);
         }
         return;
       }
     }
+    // Computed anew for each piece: there is no room to keep what many share.
+    const int64_t offset = at_.out + afresh(span.first + i * STEP) * p_.out_col_stride;
 #pragma unroll
     for (int j = 0; j < PIECE; ++j) {
-      if (column + j < p_.n) store_any(p_.out, offset + j * p_.out_col_stride, p_.out_dtype, results[j]);
+      if (span.has(i, j)) store_any(p_.out, offset + j * p_.out_col_stride, p_.out_dtype, results[j]);
     }
   }
 
   const RowParams& p_;
   Shared& shared_;
-  const int64_t first_row_;
-  int64_t chunks_;
-  int rows_;
-  const int thread_;
-  const bool along_rows_;
+  const Offsets at_;
+  const bool exists_;
+  int member_, shift_;
+  bool out_pieces_ = false;
+  float largest_ = 0.0f, divisor_ = 0.0f, reciprocal_ = 0.0f, plain_ = 0.0f;
+  Pieces a_, b_;
+  float exponentials_[KEEPS_EXPONENTIALS ? VALUES : 1];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) detkern_kernel(const __grid_constant__ RowParams p) {
+#if CLUSTER > 1
+#define DETKERN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define DETKERN_CLUSTER
+#endif
+
+extern "C" __global__ void DETKERN_CLUSTER __launch_bounds__(THREADS, RESIDENT)
+    detkern_kernel(const __grid_constant__ RowParams p) {
   __shared__ __align__(16) Shared shared;
-  const int64_t tall = (p.rows + ROWS - 1) / ROWS, wide = HAS_CHAIN ? 1 : (p.n + CHUNK - 1) / CHUNK;
-  for (int64_t index = blockIdx.x; index < tall * wide; index += gridDim.x) {
-    const int64_t down = HAS_CHAIN ? index : index / wide;
-    RowTile tile(p, shared, down * ROWS);
-    tile.begin();
-    if constexpr (HAS_CHAIN) {
-      if constexpr (HAS_LARGEST) tile.find_largest();
-      tile.run_chains();
-      if constexpr (!REDUCES) tile.write(0, tile.chunks());
-    } else {
-      tile.write(index - down * wide, index - down * wide + 1);
+  if constexpr (CLUSTER > 1) cluster_arrive();  // nobody writes into a CTA that has not begun
+  const int64_t tall = (p.rows + ROWS - 1) / ROWS, wide = SPREADS ? (p.n + PIECE - 1 + SLAB - 1) / SLAB : 1;
+  bool first = true;
+  for (int64_t tile = blockIdx.x / CLUSTER; tile < tall * wide; tile += gridDim.x / CLUSTER) {
+    const int64_t down = SPREADS ? tile / wide : tile;
+    int64_t row = down * ROWS;
+    if constexpr (ROWS > 1) row += LOAD == ACROSS ? threadIdx.x % 32 : threadIdx.x / 32;
+    const bool exists = row < p.rows;
+    if constexpr (LOAD != ACROSS) {
+      if (!exists) break;  // a whole warp
     }
-    __syncthreads();  // before the next tile reuses the rows' values
+    Row one(p, shared, row, exists);
+    if constexpr (SPREADS) {
+      if (exists) one.spread(tile - down * wide);
+    } else {
+      one.hold();
+      if constexpr (CLUSTER > 1) {
+        if (first) cluster_wait();
+        first = false;
+      }
+      one.run();
+    }
   }
 }

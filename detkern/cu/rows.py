@@ -1,6 +1,6 @@
 """The row operations on CUDA: which build of rows.cu computes a problem, its argument block, and the launch.
 
-None of the choices here can change a bit: no row's chain is ever split.
+None of the choices here can change a bit: a sum is exact up to its one rounding, however a row is divided.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import struct
 import threading
 from dataclasses import dataclass
+from enum import IntEnum
 from math import prod
 from typing import Any
 
@@ -20,12 +21,11 @@ from ..problem import Matrix, RowKind, RowProblem, row_problem
 from ..tensors import Device, TensorView
 from . import selfcheck
 from .device import CudaDevice, current, describe
-from .geometry import Load
 from .loader import KernelBuild, load_function
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SEEN", "SOURCE", "RowLaunch", "RowTile", "build_for", "builds", "choose", "kernel", "launch",
-    "load_path", "pack_params", "refusal", "rows_on", "tiles_for",
+    "MAX_SUM_RANK", "OPERANDS", "SEEN", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "build_for", "builds", "choose", "holds",
+    "kernel", "launch", "load_path", "pack_params", "refusal", "rows_on", "tiles_for",
 ]  # fmt: skip
 
 SOURCE = "rows.cu"
@@ -34,27 +34,43 @@ MAX_SUM_RANK = 62
 # Compute capabilities on which the kernel was compared with the replay before release: none so far, so every device is
 # checked once.
 SEEN: tuple[tuple[int, int], ...] = ()
-THREADS = 288
 _GRID_LIMIT = 2**31 - 1  # blocks along x
 
 # RowParams of rows.cu: three pointers, then sizes, strides, codes and the batch.
 _POINTERS = struct.Struct("<3Q")
-_FIELDS = struct.Struct(f"<9q6i{4 * MAX_SUM_RANK}q")
+_FIELDS = struct.Struct(f"<9q4i{4 * MAX_SUM_RANK}q")
 
 _PLANS = 1024  # kept at most
 
 
+class RowLoad(IntEnum):
+    """How a row comes from global memory; the values are those of LOAD in rows.cu."""
+
+    STRIDED = 0  # any strides, element by element
+    VECTOR = 1  # adjacent columns, in pieces of 16 bytes
+    ACROSS = 2  # any strides, neighbouring lanes in neighbouring rows
+
+
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """How the kernel is built: its load path (vectors, or element by element) and its rows."""
+    """How the kernel is built: the macros of rows.cu of the same names."""
 
-    vector: bool
+    load: RowLoad
+    threads: int
     rows: int
+    values: int
+    cluster: int = 1
+    held: bool = True
 
-    def columns(self, kind: RowKind) -> int:
-        """CHUNK in the kernel file."""
-        both = kind in (RowKind.SOFTMAX_BACKWARD, RowKind.LOG_SOFTMAX_BACKWARD)
-        return (2048 if both or not self.vector else 4096) // self.rows
+    @property
+    def columns(self) -> int:
+        """Those of a row that its threads have at a time; SLAB in the kernel file."""
+        return self.threads // self.rows * self.cluster * self.values
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        cluster = "" if self.cluster == 1 else f" by a cluster of {self.cluster}"
+        return f"{rows} x {self.columns} columns{cluster}, {'held' if self.held else 'read for each pass'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +82,56 @@ class RowLaunch:
     grid: int
 
 
-def tiles_for(vector: bool) -> tuple[RowTile, ...]:
-    """The tiles of a load path, fewest rows first."""
-    return tuple(RowTile(vector, rows) for rows in ((1, 8, 32) if vector else (1, 32)))
+# Of each load path, in ascending order of the columns that they hold; those that hold none last.
+_TILES = (
+    RowTile(RowLoad.VECTOR, 128, 4, 8),
+    RowTile(RowLoad.VECTOR, 128, 4, 32),
+    RowTile(RowLoad.VECTOR, 256, 1, 16),
+    RowTile(RowLoad.VECTOR, 512, 1, 32),
+    RowTile(RowLoad.VECTOR, 1024, 1, 32),
+    RowTile(RowLoad.VECTOR, 512, 1, 40, 8),
+    RowTile(RowLoad.VECTOR, 512, 1, 16, 8, held=False),
+    RowTile(RowLoad.VECTOR, 512, 1, 16, held=False),
+    RowTile(RowLoad.STRIDED, 128, 4, 8),
+    RowTile(RowLoad.STRIDED, 512, 1, 8),
+    RowTile(RowLoad.STRIDED, 512, 1, 8, held=False),
+    RowTile(RowLoad.ACROSS, 1024, 32, 8, held=False),
+)
+_SPREAD = (
+    RowTile(RowLoad.VECTOR, 128, 4, 8),
+    RowTile(RowLoad.VECTOR, 256, 1, 16),
+    RowTile(RowLoad.STRIDED, 128, 4, 8),
+    RowTile(RowLoad.STRIDED, 512, 1, 8),
+    RowTile(RowLoad.ACROSS, 1024, 32, 8, held=False),
+)
+# Wide rows, so few of them that one CTA each would leave multiprocessors idle, go to clusters from here on.
+_CLUSTER_COLUMNS = 8192
+_CLUSTERS_FROM = (9, 0)  # compute capability
+_REGISTERS = 65536  # of a multiprocessor
+
+
+def _two(kind: RowKind) -> bool:
+    """Whether two operands have columns."""
+    return kind.operands == 2 and not kind.spreads
+
+
+def tiles_for(kind: RowKind, load: RowLoad, capability: tuple[int, int]) -> tuple[RowTile, ...]:
+    """The tiles of a kind and a load path on a device, those that hold most columns last."""
+    return tuple(
+        tile
+        for tile in (_SPREAD if kind.spreads else _TILES)
+        if tile.load == load
+        and (tile.cluster == 1 or capability >= _CLUSTERS_FROM)
+        and not (_two(kind) and 2 * tile.values + 24 > _REGISTERS // tile.threads)
+    )
 
 
 def build_for(kind: RowKind, operand: DType, tile: RowTile) -> KernelBuild:
     """What is compiled for a kind, a tile and the type of the operand with columns."""
-    macros = (("KIND", int(kind)), ("OPERAND", operand.code), ("LOAD", int(tile.vector)), ("ROWS", tile.rows))
+    macros = (
+        ("KIND", int(kind)), ("OPERAND", operand.code), ("LOAD", int(tile.load)), ("THREADS", tile.threads),
+        ("ROWS", tile.rows), ("VALUES", tile.values), ("CLUSTER", tile.cluster), ("HELD", int(tile.held)),
+    )  # fmt: skip
     return KernelBuild(SOURCE, macros, 0)
 
 
@@ -82,14 +140,14 @@ def _operands(kind: RowKind) -> tuple[DType, ...]:
     return (F32,) if kind.spreads and kind.operands == 1 else OPERANDS
 
 
-def builds() -> list[KernelBuild]:
-    """Every build that a launch may need, on any device."""
+def builds(capability: tuple[int, int]) -> list[KernelBuild]:
+    """Every build that a launch may need on a device of this compute capability."""
     return [
         build_for(kind, operand, tile)
         for kind in RowKind
         for operand in _operands(kind)
-        for vector in (True, False)
-        for tile in tiles_for(vector)
+        for load in RowLoad
+        for tile in tiles_for(kind, load, capability)
     ]
 
 
@@ -100,38 +158,63 @@ def _wide(problem: RowProblem) -> Matrix:
     return problem.out if problem.kind.spreads else problem.a
 
 
-def _in_pieces(matrix: Matrix) -> bool:
-    """Whether adjacent columns lie in aligned pieces of 16 bytes. Strides along a size of 1 are 0 in a problem."""
+def _in_step(matrix: Matrix) -> bool:
+    """Whether all rows begin at multiples of 16 bytes. Strides along a size of 1 are 0 in a problem."""
     unit = 16 // matrix.dtype.itemsize
-    strides = (matrix.row_stride, *matrix.batch_strides)
-    return matrix.alignment == 16 and matrix.col_stride == 1 and not any(stride % unit for stride in strides)
-
-
-def load_path(problem: RowProblem) -> Load:
-    """MN_MAJOR where every operand with columns can be read in pieces, else STRIDED."""
-    matrices = [_wide(problem)] if problem.kind.spreads or problem.b is None else [problem.a, problem.b]
-    return Load.MN_MAJOR if all(_in_pieces(matrix) for matrix in matrices) else Load.STRIDED
+    return matrix.alignment == 16 and not any(stride % unit for stride in (matrix.row_stride, *matrix.batch_strides))
 
 
 def _along_rows(problem: RowProblem) -> bool:
     """Whether neighbouring rows lie closer than neighbouring columns."""
     wide = _wide(problem)
-    return problem.m > 1 and abs(wide.row_stride) < abs(wide.col_stride)
+    return problem.m > 1 and 0 < abs(wide.row_stride) < abs(wide.col_stride)
 
 
-def choose(problem: RowProblem, multiprocessors: int, tile: RowTile | None = None) -> RowLaunch:
-    """The launch of a problem. Chains want many rows a CTA, which one warp adds at once; where there are too few rows to
-    give each multiprocessor that many, they are spread. tile: another one, for tests."""
-    rows = problem.m * prod(problem.batch)
-    if tile is None:
-        available = tiles_for(load_path(problem) != Load.STRIDED)
-        fitting = [each for each in available if each.rows == 1 or rows >= multiprocessors * each.rows // 2]
-        tile = available[-1] if _along_rows(problem) and not available[-1].vector else fitting[-1]
-    operand = _wide(problem).dtype if len(_operands(problem.kind)) > 1 else F32
-    tiles = -(-rows // tile.rows)
+def load_path(problem: RowProblem) -> RowLoad:
+    """VECTOR where columns are adjacent and two operands' rows begin equally far past a multiple of 16 bytes; where that is
+    not known, STRIDED."""
+    matrices = [problem.a, problem.b] if _two(problem.kind) else [_wide(problem)]
+    if all(matrix is not None and matrix.col_stride == 1 for matrix in matrices):
+        a, b = matrices[0], matrices[-1]
+        assert a is not None
+        assert b is not None
+        unit = 16 // a.dtype.itemsize
+        pairs = zip((a.row_stride, *a.batch_strides), (b.row_stride, *b.batch_strides), strict=True)
+        if len(matrices) == 1 or (a.alignment == b.alignment == 16 and all((x - y) % unit == 0 for x, y in pairs)):
+            return RowLoad.VECTOR
+    return RowLoad.ACROSS if _along_rows(problem) else RowLoad.STRIDED
+
+
+def holds(problem: RowProblem, tile: RowTile) -> bool:
+    """Whether the tile's threads have all columns of a row at once. A row that begins within a piece needs a piece more."""
+    if tile.load == RowLoad.VECTOR and not _in_step(_wide(problem)):
+        return problem.n + 16 // _wide(problem).dtype.itemsize - 1 <= tile.columns
+    return problem.n <= tile.columns
+
+
+def _tile(problem: RowProblem, capability: tuple[int, int], multiprocessors: int) -> RowTile:
+    available = tiles_for(problem.kind, load_path(problem), capability)
+    fitting = [tile for tile in available if tile.held and holds(problem, tile)]
     if problem.kind.spreads:
-        tiles *= -(-problem.n // tile.columns(problem.kind))
-    return RowLaunch(tile, build_for(problem.kind, operand, tile), max(1, min(tiles, _GRID_LIMIT)))
+        return (fitting or available[-1:])[0]
+    loops = [tile for tile in available if not tile.held]
+    rows = problem.m * prod(problem.batch)
+    if problem.n >= _CLUSTER_COLUMNS and rows <= multiprocessors // 2:
+        fitting = [tile for tile in fitting if tile.cluster > 1] or fitting
+    return (fitting or loops)[0]
+
+
+def choose(
+    problem: RowProblem, capability: tuple[int, int], multiprocessors: int, tile: RowTile | None = None
+) -> RowLaunch:
+    """The launch of a problem: the smallest tile that holds a row, so that it is read once. tile: another one, for tests."""
+    tile = tile or _tile(problem, capability, multiprocessors)
+    operand = _wide(problem).dtype if len(_operands(problem.kind)) > 1 else F32
+    tiles = -(-problem.m * prod(problem.batch) // tile.rows)
+    if problem.kind.spreads:
+        tiles *= -(-(problem.n + 16) // tile.columns)
+    grid = min(tiles, _GRID_LIMIT // tile.cluster) * tile.cluster
+    return RowLaunch(tile, build_for(problem.kind, operand, tile), max(tile.cluster, grid))
 
 
 def pack_params(problem: RowProblem) -> bytes:
@@ -144,8 +227,7 @@ def pack_params(problem: RowProblem) -> bytes:
         problem.a.row_stride, problem.a.col_stride,
         0 if b is None else b.row_stride, 0 if b is None else b.col_stride,
         problem.out.row_stride, problem.out.col_stride,
-        problem.a.dtype.code, problem.out.dtype.code, int(_in_pieces(problem.out)), int(_along_rows(problem)),
-        len(problem.batch), 0,
+        problem.a.dtype.code, problem.out.dtype.code, len(problem.batch), 0,
         *problem.batch, *padding,
         *problem.a.batch_strides, *padding,
         *(nothing if b is None else b.batch_strides), *padding,
@@ -159,6 +241,7 @@ class _Plan:
 
     function: int  # CUfunction
     grid: int
+    threads: int
     params: bytes
 
 
@@ -170,9 +253,9 @@ def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> _Pl
     """A new plan. The kernel is compiled and loaded here, on the device, which must be current."""
     device = describe(problem.device.index)
     if chosen is None:
-        chosen = choose(problem, device.multiprocessors)
+        chosen = choose(problem, device.capability, device.multiprocessors)
     function = load_function(device.index, device.capability, chosen.build, stream)
-    return _Plan(function.ptr, chosen.grid, pack_params(problem))
+    return _Plan(function.ptr, chosen.grid, chosen.tile.threads, pack_params(problem))
 
 
 def _plan(problem: RowProblem, stream: int) -> _Plan:
@@ -209,7 +292,9 @@ def launch(
             # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and
             # the driver copies the block before it returns.
             block = ctypes.c_char_p(pointers + plan.params)
-            driver.launchKernel(plan.function, plan.grid, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(block), 0)
+            driver.launchKernel(
+                plan.function, plan.grid, 1, 1, plan.threads, 1, 1, 0, stream, ctypes.addressof(block), 0
+            )
     except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
         rows = problem.m * prod(problem.batch)
         raise DeviceError(
@@ -219,12 +304,12 @@ def launch(
 
 def kernel(problem: RowProblem, device: CudaDevice) -> Kernel:
     """What `launch` would start."""
-    chosen = choose(problem, device.multiprocessors)
+    chosen = choose(problem, device.capability, device.multiprocessors)
+    loads = {RowLoad.VECTOR: "pieces of 16 bytes", RowLoad.STRIDED: "any strides", RowLoad.ACROSS: "across rows"}
     return Kernel(
         name=f"{problem.kind.label} ({SOURCE})",
-        tile=f"{chosen.tile.rows} rows x {chosen.tile.columns(problem.kind)} columns, "
-        + ("pieces of 16 bytes" if chosen.tile.vector else "any strides"),
-        geometry=f"grid {chosen.grid}, {THREADS} threads",
+        tile=f"{chosen.tile}, {loads[chosen.tile.load]}",
+        geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads",
     )
 
 

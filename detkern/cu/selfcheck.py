@@ -59,7 +59,8 @@ SEEN = ((9, 0),)
 _VERSION = 1
 _M, _N = 48, 40
 _DEPTHS = (8, 33, 128, 515)
-_WIDTHS = (1, 67, 128, 600)  # of rows: 128 for pieces of 16 bytes, the others for any strides and ragged ends
+# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp, a CTA and a cluster.
+_ROWS = ((_M, 1), (_M, 67), (_M, 128), (_M, 600), (7, 4096), (3, 9001), (2, 20_011))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,34 +129,25 @@ def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
 
 
 def check_rows(kind: RowKind, operand: DType, rows: Rows) -> Outcome:
-    """Compare `rows` with the replay on every kind of operands and on rows of softmax's own range, for widths around the
-    pieces that a kernel works in."""
-    elements = differing = 0
-    example = ""
-    for number, name in enumerate(("logits", *operands.KINDS)):
-        for width in _WIDTHS:
-            b = None
-            if name == "logits":
-                a = (8 * operands.generate("normal", F32, (_M, width), number)).astype(operand.numpy)
-            else:
-                a = operands.generate(name, operand, (_M, width), number)
-            if kind.operands == 2:
-                b = operands.generate("normal" if name == "logits" else name, operand, (_M, width), number + 100)
-            if kind.spreads:
-                a = np.ascontiguousarray(a[:, 0])
-            with default_float_environment():
-                expected = numpy_rows.rows(kind, a, b, width=width, out_dtype=F32)
-            got = rows(kind, a, b, width)
-            wrong = np.argwhere(expected.view(np.uint32) != got.view(np.uint32))
-            elements += expected.size
-            differing += len(wrong)
-            if len(wrong) and not example:
-                at = tuple(int(index) for index in wrong[0])
-                example = (
-                    f"{name} operands, n={width}, element {list(at)}: {got.view(np.uint32)[at]:#x}, not "
-                    f"{expected.view(np.uint32)[at]:#x}"
-                )
-    return Outcome(elements, differing, example)
+    """Compare `rows` with the replay on every kind of operands and on rows of softmax's own range."""
+
+    def cases() -> Iterator[tuple[str, Array, Array]]:
+        for number, name in enumerate(("logits", *operands.KINDS)):
+            for shape in _ROWS:
+                if name == "logits":
+                    a = (8 * operands.generate("normal", F32, shape, number)).astype(operand.numpy)
+                else:
+                    a = operands.generate(name, operand, shape, number)
+                if kind.spreads:
+                    a = np.ascontiguousarray(a[:, 0])
+                b = None
+                if kind.operands == 2:
+                    b = operands.generate("normal" if name == "logits" else name, operand, shape, number + 100)
+                with default_float_environment():
+                    expected = numpy_rows.rows(kind, a, b, width=shape[1], out_dtype=F32)
+                yield f"{name} operands, n={shape[1]}", expected, rows(kind, a, b, shape[1])
+
+    return _compared(cases(), "row {}" if kind.reduces else "element [{}, {}]")
 
 
 _outcomes: dict[tuple[CudaDevice, str, DType], Outcome] = {}
