@@ -59,8 +59,9 @@ SEEN = ((9, 0),)
 _VERSION = 1
 _M, _N = 48, 40
 _DEPTHS = (8, 33, 128, 515)
-# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp, a CTA and a cluster.
-_ROWS = ((_M, 1), (_M, 67), (_M, 128), (_M, 600), (7, 4096), (3, 9001), (2, 20_011))
+# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a cluster.
+_ROWS = ((16, 1), (16, 67), (16, 128), (16, 600))
+_WIDE_ROWS = ((5, 4096), (3, 9001), (2, 20_011))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def check_rows(kind: RowKind, operand: DType, rows: Rows) -> Outcome:
 
     def cases() -> Iterator[tuple[str, Array, Array]]:
         for number, name in enumerate(("logits", *operands.KINDS)):
-            for shape in _ROWS:
+            for shape in _ROWS + _WIDE_ROWS * (name in ("logits", "bits")):
                 if name == "logits":
                     a = (8 * operands.generate("normal", F32, shape, number)).astype(operand.numpy)
                 else:
