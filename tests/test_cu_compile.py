@@ -321,6 +321,7 @@ def _rows_to_compile() -> Iterator[tuple[str, loader.KernelBuild]]:
     vector = rows.RowLoad.VECTOR
     for kind, operand in ((RowKind.SOFTMAX, F32), (RowKind.SOFTMAX, BF16), (RowKind.SOFTMAX_BACKWARD, F16)):
         yield "sm_90a", _rows_built(kind, operand, vector, 163_840, (9, 0))
+    yield "sm_80", _rows_built(RowKind.SOFTMAX_BACKWARD, F32, vector, 4096, (8, 0))
     for turn, (architecture, capability) in enumerate(ARCHITECTURES.items()):
         if architecture != "sm_90a":
             widest = 163_840 if capability >= (9, 0) else 32_768 if turn % 2 else 16_384

@@ -161,18 +161,24 @@ def test_wide_rows(kind: RowKind) -> None:
 
 
 def test_a_sum_that_leaves_64_bits() -> None:
-    """Half a million and more of the largest terms there are below the next power of two, and one that brings them down."""
+    """Two million of the largest terms of an exponent; the same and one that brings them down; one unit, the last of 65 bits,
+    that lifts the sum over the half of its last place."""
     import cupy
 
     width = (1 << 21) + 5
-    host = np.full((2, width), np.float32(2 - 2**-23))
-    host[1, 7] = -host[1, :7].sum() - 2.0**40
+    host = np.full((3, width), np.float32(2 - 2**-23))
+    host[1, 7] = -(2.0**40)
+    host[2] = 1
+    host[2, 1 << 21 :] = 2.0**-3, 0, 2.0**-43, 0, 0
     x = cupy.asarray(host)
     expected = detkern.rows.sum(host)
     assert bool((detkern.rows.sum(x).get().view(np.uint32) == expected.view(np.uint32)).all())
-    for tile in rows.tiles_for(RowKind.SUM, RowLoad.STRIDED, describe(0).capability)[-1:]:
+    assert float(expected[2]) == 2**21 + 0.25
+    for tile in (tile for load in RowLoad for tile in rows.tiles_for(RowKind.SUM, load, describe(0).capability)):
+        if tile.held:
+            continue
         view = TensorView(x.data.ptr, x.shape, (width, 1), F32, DEVICE, array=x)
-        out = _out(RowKind.SUM, (2, width), F32, "rows")
+        out = _out(RowKind.SUM, (3, width), F32, "rows")
         _run(RowKind.SUM, [view], out.view, width, tile)
         assert differing(expected.view(np.uint32)[:, None], out.bits()) == 0
 

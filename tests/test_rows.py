@@ -237,6 +237,15 @@ def test_sums_that_leave_64_bits(version: str) -> None:
     assert rows.sum(x).tolist() == expected
 
 
+def test_one_unit_lifts_a_sum_that_leaves_64_bits_over_the_half(version: str) -> None:
+    """2^21 and half of what its last place is worth is rounded to even; one unit more, the last of 65 bits, to above."""
+    x = np.ones((3, (1 << 21) + 2), np.float32)
+    x[:, 5] = 2.0**-3
+    x[:, -1] = 0, UNIT, -UNIT
+    assert (rows.sum(x) - 2.0**21).tolist() == [0, 0.25, 0]
+    assert (rows.sum(-x) + 2.0**21).tolist() == [0, -0.25, 0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS_OF_ROWS), dtype=st.sampled_from(DTYPES))
 def test_the_order_of_columns_changes_nothing(data: st.DataObject, kind: RowKind, dtype: DType) -> None:

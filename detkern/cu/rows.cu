@@ -70,11 +70,12 @@ constexpr int SLAB = STEP * PIECES;                               // columns tha
 static_assert(VALUES % PIECE == 0 && (ROWS == 1 || (LOAD == ACROSS ? ROWS == 32 : ROWS == WARPS)), "teams are whole");
 static_assert(CLUSTER == 1 || ROWS == 1, "a cluster has one row");
 
-// CTAs of a multiprocessor, as far as registers go: 64 of a thread, 128 where it holds many numbers of two operands or the
+// CTAs of a multiprocessor, as far as registers go: 64 of a thread; 128 where it holds many numbers of two operands, or the
 // exponentials of the most that there is room for.
+constexpr bool HOLDS_TWO = LOADS_A && LOADS_B && HELD;
 constexpr bool HOLDS_MANY =
-    LOADS_A && LOADS_B ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
-constexpr int REGISTERS = HOLDS_MANY && THREADS < 1024 ? 128 : 64;
+    HOLDS_TWO ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
+constexpr int REGISTERS = HOLDS_MANY ? 128 : HOLDS_TWO && VALUES > 8 && __CUDA_ARCH__ < 900 ? 80 : 64;
 constexpr int RESIDENT = 65536 / (THREADS * REGISTERS);
 
 // Beyond the end of a row: changes no sum; for a softmax, no largest element either.
