@@ -11,7 +11,7 @@
 // Tile     ROWS rows of a CTA: 1, one a warp, or (ACROSS) one a lane. VALUES columns of a thread at a time. CLUSTER CTAs a row.
 // Launch   THREADS threads. Grid (any multiple of CLUSTER, 1, 1): tiles are taken in turn; a tile is ROWS rows, and where there is
 //          no sum, as many columns of them as the threads have at a time.
-// Memory   static shared memory for the reductions, 21 KiB at most; no scratch.
+// Memory   static shared memory for the reductions, 25 KiB at most; no scratch.
 // Loads    VECTOR wants column stride 1 and, of two operands, rows that begin equally far past a multiple of 16 bytes. STRIDED
 //          goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer than columns.
 #include "exponential.cuh"
@@ -71,11 +71,12 @@ static_assert(VALUES % PIECE == 0 && (ROWS == 1 || (LOAD == ACROSS ? ROWS == 32 
 static_assert(CLUSTER == 1 || ROWS == 1, "a cluster has one row");
 
 // CTAs of a multiprocessor, as far as registers go: 64 of a thread; 128 where it holds many numbers of two operands, or the
-// exponentials of the most that there is room for.
-constexpr bool HOLDS_TWO = LOADS_A && LOADS_B && HELD;
+// exponentials of the most that there is room for. The compiler needs some more for other architectures than sm_90.
+constexpr bool LOADS_TWO = LOADS_A && LOADS_B;
 constexpr bool HOLDS_MANY =
-    HOLDS_TWO ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
-constexpr int REGISTERS = HOLDS_MANY ? 128 : HOLDS_TWO && VALUES > 8 && __CUDA_ARCH__ < 900 ? 80 : 64;
+    LOADS_TWO && HELD ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
+constexpr bool NEEDS_MORE = LOADS_TWO && VALUES > 8 && (__CUDA_ARCH__ >= 1000 || (HELD && __CUDA_ARCH__ < 900));
+constexpr int REGISTERS = HOLDS_MANY ? NEEDS_MORE && THREADS < 512 ? 144 : 128 : NEEDS_MORE ? 80 : 64;
 constexpr int RESIDENT = 65536 / (THREADS * REGISTERS);
 
 // Beyond the end of a row: changes no sum; for a softmax, no largest element either.

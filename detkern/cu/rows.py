@@ -115,6 +115,11 @@ def _two(kind: RowKind) -> bool:
     return kind.operands == 2 and not kind.spreads
 
 
+def _others(capability: tuple[int, int]) -> int:
+    """The registers that a thread needs beside those that hold numbers of two operands, lest the compiler spill."""
+    return 50 if capability[0] == 10 else 24
+
+
 def tiles_for(kind: RowKind, load: RowLoad, capability: tuple[int, int]) -> tuple[RowTile, ...]:
     """The tiles of a kind and a load path on a device, those that hold most columns last."""
     return tuple(
@@ -122,7 +127,7 @@ def tiles_for(kind: RowKind, load: RowLoad, capability: tuple[int, int]) -> tupl
         for tile in (_SPREAD if kind.spreads else _TILES)
         if tile.load == load
         and (tile.cluster == 1 or capability >= _CLUSTERS_FROM)
-        and not (_two(kind) and 2 * tile.values + 24 > _REGISTERS // tile.threads)
+        and not (_two(kind) and 2 * tile.values + _others(capability) > _REGISTERS // tile.threads)
     )
 
 
