@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from .contracts import Contract
     from .dtypes import DType
-    from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+    from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem
     from .tensors import Device, TensorView
 
 __all__ = ["Backend", "Execution", "Kernel"]
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def unavailable(self, device: Device) -> str | None:
         """Why this backend cannot run on `device` at all, or None where it can. Cheap after the first call."""
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> str | None:
         """Why this backend will not take `problem` though it runs on the device, naming what it can do; or None."""
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
@@ -60,7 +60,7 @@ class Backend(Protocol):
     def capability(self, device: Device) -> tuple[int, int] | None:
         """The compute capability of a CUDA device; None elsewhere."""
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         """What the problem's own method would launch for it."""
 
     def gemm(
@@ -90,3 +90,8 @@ class Backend(Protocol):
     def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
         """Enqueue out = the ascending binary32 chain over the rows of dc, from +0 or from out, on the execution's
         stream."""
+
+    def rows(
+        self, problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView, execution: Execution
+    ) -> None:
+        """Enqueue the problem's row operation on the execution's stream; b is None where the kind has one operand."""

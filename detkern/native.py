@@ -18,7 +18,7 @@ from .backend import Execution, Kernel
 from .contracts import Contract
 from .dtypes import BF16, DType
 from .errors import ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
 from .tensors import Device, TensorView
 from .tensors.numpy import ndarray_of
 from .tensors.streams import cupy_runtime, cupy_stream
@@ -35,7 +35,7 @@ class _Native:
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind in ("cpu", "cuda") else f"it has no arrays on {device}"
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> str | None:
         return None if isinstance(problem, GemmProblem) else "it has matmul alone"
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
@@ -44,7 +44,7 @@ class _Native:
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         return Kernel("the framework's matmul", "the framework's choice", "the framework's choice")
 
     def gemm(
@@ -88,6 +88,11 @@ class _Native:
 
     def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
         raise ContractUnsupported("backend='native' has no column_sum")
+
+    def rows(
+        self, problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView, execution: Execution
+    ) -> None:
+        raise ContractUnsupported("backend='native' has no row operations")
 
 
 BACKEND = _Native()

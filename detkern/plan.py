@@ -20,6 +20,7 @@ from .problem import (
     BlockScaledProblem,
     ColumnSumProblem,
     GemmProblem,
+    RowProblem,
     block_scaled_problem,
     column_sum_problem,
     gemm_problem,
@@ -28,9 +29,12 @@ from .tensors import Device, TensorView, contiguous_strides, describe
 from .tensors.overlap import self_overlapping
 from .tensors.types import FP8, OUTPUTS
 
-__all__ = ["Names", "Plan", "forget_plans", "on_forget", "plan_block_scaled", "plan_column_sum", "plan_gemm"]
+__all__ = [
+    "Names", "Plan", "forget_plans", "on_forget", "plan_block_scaled", "plan_column_sum", "plan_gemm", "result_type",
+    "result_view",
+]  # fmt: skip
 
-_P = TypeVar("_P", GemmProblem, BlockScaledProblem, ColumnSumProblem)
+_P = TypeVar("_P", GemmProblem, BlockScaledProblem, ColumnSumProblem, RowProblem)
 
 # Plans kept at once; when there are more, all are forgotten (a loop over that many shapes gains nothing from any).
 _KEPT = 4096
@@ -167,8 +171,8 @@ def _make_plan(
                 else f"a {names.right} with columns"
             )
             raise ShapeError(f"bias has shape {list(bias.shape)}; {names.function} needs {wanted}")
-    dtype = _result_type(out, out_dtype, accumulate, left.dtype)
-    result = _result_view(out, shape, dtype, left.device)
+    dtype = result_type(out, out_dtype, accumulate, left.dtype)
+    result = result_view(out, shape, dtype, left.device)
     chosen = _contract(names, left, contract, configured, backend)
     problem = gemm_problem(
         chosen,
@@ -267,7 +271,8 @@ def _result_matrix(view: TensorView, has_rows: bool, has_columns: bool) -> Tenso
     return TensorView(view.pointer, shape, strides, view.dtype, view.device)
 
 
-def _result_type(out: TensorView | None, out_dtype: DType | None, accumulate: bool, operand: DType) -> DType:
+def result_type(out: TensorView | None, out_dtype: DType | None, accumulate: bool, operand: DType) -> DType:
+    """The type of a result: out's, else the one asked for, else the operands'."""
     if out is None:
         if accumulate:
             raise ArgumentError("accumulate=True adds to out, so it needs out=, a float32 array of the result's shape")
@@ -283,7 +288,7 @@ def _result_type(out: TensorView | None, out_dtype: DType | None, accumulate: bo
     return out.dtype
 
 
-def _result_view(out: TensorView | None, shape: tuple[int, ...], dtype: DType, device: Device) -> TensorView:
+def result_view(out: TensorView | None, shape: tuple[int, ...], dtype: DType, device: Device) -> TensorView:
     """The caller's `out`, checked, or a view of the memory that a new result will have."""
     if out is not None:
         _check_out(out, shape)
@@ -350,8 +355,8 @@ def plan_block_scaled(
         )
     _need_shape(scale_a, "scale_a", (m, k // block), f"one scale per row of a and block of {block} k")
     _need_shape(scale_b, "scale_b", (k // block, n), f"one scale per block of {block} k and column of b")
-    dtype = _result_type(out, out_dtype, accumulate, F32)
-    result = _result_view(out, (m, n), dtype, a.device)
+    dtype = result_type(out, out_dtype, accumulate, F32)
+    result = result_view(out, (m, n), dtype, a.device)
     problem = block_scaled_problem(FP8_BLOCK128, a, scale_a, b, scale_b, result, accumulate)
     chosen = registry.select("block_scaled_gemm", problem, backend)
     return Plan(problem, chosen, (m, n), contiguous_strides((m, n)), dtype, 0 in (m, n))
@@ -402,8 +407,8 @@ def _make_column_sum_plan(
     if 0 not in dc.shape and prod(dc.shape[:-1]) >= 1 << 63:
         raise ShapeError(f"dc has shape {list(dc.shape)}; bias_gradient takes fewer than 2^63 rows")
     shape = dc.shape[-1:]
-    dtype = _result_type(out, out_dtype, accumulate, dc.dtype)
-    result = _result_view(out, shape, dtype, dc.device)
+    dtype = result_type(out, out_dtype, accumulate, dc.dtype)
+    result = result_view(out, shape, dtype, dc.device)
     problem = column_sum_problem(dc, result, accumulate)
     chosen = registry.select("column_sum", problem, backend)
     return Plan(problem, chosen, shape, contiguous_strides(shape), dtype, 0 in shape)

@@ -10,7 +10,7 @@ from .backend import Backend
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, gemm_problem
+from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem, gemm_problem
 from .requirements import TABLE, Row
 from .tensors import Device, TensorView
 
@@ -27,7 +27,7 @@ __all__ = [
     "select",
 ]
 
-Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
+Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem
 
 
 def backend_names() -> tuple[str, ...]:

@@ -159,11 +159,11 @@ _CUPY = Package("cupy", "CuPy", "pip install 'detkern[cuda13]' or 'detkern[cuda1
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
     Row(
-        "cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum"),
+        "cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum", "rows"),
         offers=tuple(Offer(contract, ("cpu",)) for contract in CONTRACTS.values()),
     ),
     Row(
-        "cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum"),
+        "cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum", "rows"),
         packages=(_CUPY,),
         capability=(8, 0),  # cp.async, ldmatrix and bf16 tensor cores begin here
         offers=(

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from . import cache, operands
 from .contracts import Contract
-from .cpu import numpy_replay
+from .cpu import numpy_replay, numpy_rows
 from .cpu.float_environment import default_float_environment
 from .dtypes import F32, DType
 from .errors import DetkernError
+from .problem import RowKind
 
 __all__ = [
     "COLUMN_SUM",
@@ -32,9 +33,11 @@ __all__ = [
     "Outcome",
     "check",
     "check_column_sum",
+    "check_rows",
     "column_sum_outcome",
     "known_outcome",
     "outcome",
+    "rows_outcome",
 ]
 
 Array = npt.NDArray[Any]
@@ -43,6 +46,9 @@ Product = Callable[[Contract, Array, Array, Array | None], Array]
 # (dc [M, N], float32 initial [N] or None) -> out [N], float32 with an initial, else as dc.
 ColumnSum = Callable[[Array, Array | None], Array]
 
+# (kind, a, b or None, width) -> the result in float32, [M] or [M, N].
+Rows = Callable[[RowKind, Array, Array | None, int], Array]
+
 # The name under which the bias gradient is kept: no product's contract.
 COLUMN_SUM = "column_sum"
 
@@ -50,6 +56,9 @@ COLUMN_SUM = "column_sum"
 _VERSION = 1
 _M, _N = 48, 40
 _DEPTHS = (8, 33, 128, 515)
+# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a cluster.
+_ROWS = ((16, 1), (16, 67), (16, 128), (16, 600))
+_WIDE_ROWS = ((5, 4096), (3, 9001), (2, 20_011))
 
 
 class CheckedDevice(Protocol):
@@ -128,6 +137,28 @@ def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
     return Outcome(elements, differing, example)
 
 
+def check_rows(kind: RowKind, operand: DType, rows: Rows) -> Outcome:
+    """Compare `rows` with the replay on every kind of operands and on rows of softmax's own range."""
+
+    def cases() -> Iterator[tuple[str, Array, Array]]:
+        for number, name in enumerate(("logits", *operands.KINDS)):
+            for shape in _ROWS + _WIDE_ROWS * (name in ("logits", "bits")):
+                if name == "logits":
+                    a = (8 * operands.generate("normal", F32, shape, number)).astype(operand.numpy)
+                else:
+                    a = operands.generate(name, operand, shape, number)
+                if kind.spreads:
+                    a = np.ascontiguousarray(a[:, 0])
+                b = None
+                if kind.operands == 2:
+                    b = operands.generate("normal" if name == "logits" else name, operand, shape, number + 100)
+                with default_float_environment():
+                    expected = numpy_rows.rows(kind, a, b, width=shape[1], out_dtype=F32)
+                yield f"{name} operands, n={shape[1]}", expected, rows(kind, a, b, shape[1])
+
+    return _compared(cases(), "row {}" if kind.reduces else "element [{}, {}]")
+
+
 _outcomes: dict[tuple[CheckedDevice, str, DType, str], Outcome] = {}
 _lock = threading.RLock()
 
@@ -171,6 +202,13 @@ def column_sum_outcome(
 ) -> Outcome:
     """The bias gradient's outcome on a device, likewise."""
     return _outcome(device, COLUMN_SUM, operand, backend, digest, lambda: check_column_sum(operand, column_sum))
+
+
+def rows_outcome(
+    device: CheckedDevice, kind: RowKind, operand: DType, backend: str, digest: str, rows: Rows
+) -> Outcome:
+    """A row operation's outcome on a device, likewise."""
+    return _outcome(device, kind.label, operand, backend, digest, lambda: check_rows(kind, operand, rows))
 
 
 def _outcome(

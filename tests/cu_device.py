@@ -15,7 +15,7 @@ import pytest
 import detkern
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, MMA8, Contract
-from detkern.cu import ahead, column_sum, geometry
+from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dtypes import BF16, E4M3, DType, from_numpy
@@ -34,7 +34,8 @@ PAIRS = [
 PAIR_IDS = [f"{contract}-{dtype.short}" for contract, dtype in PAIRS]
 
 # How a matrix lies in memory: (row stride, column stride, offset of element [0, 0], elements in all) for its shape.
-# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides.
+# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides. There is also "packed",
+# rows without room between them.
 MODES = ("rows", "columns", "rows-odd", "columns-odd", "reversed", "spread")
 # Modes that the kernels copy in vectors, and the load path of the element-by-element copy.
 FAST = ("rows", "columns")
@@ -52,6 +53,8 @@ def _geometry(mode: str, rows: int, columns: int) -> tuple[int, int, int, int]:
     if mode == "columns":
         line = _lines(rows)
         return 1, line, 0, columns * line
+    if mode == "packed":
+        return columns, 1, 0, rows * columns
     if mode == "rows-odd":
         line = columns + 1 + columns % 2
         return line, 1, 1, rows * line + 1
@@ -264,9 +267,21 @@ def differing(expected: np.ndarray, got: np.ndarray) -> int:
 
 
 @functools.cache
+def compile_rows() -> int:
+    """Every build of the row operations put into the cache with all cores; the number of kernels."""
+    capability = describe(0).capability
+    architecture = target(capability, supported_architectures())
+    return len(list(ahead.compile_ahead(rows.builds(capability), architecture, len(os.sched_getaffinity(0)))))
+
+
+@functools.cache
 def compile_all() -> int:
     """Every kernel of the backend, and mma8's, put into the cache with all cores; the number of kernels."""
     capability = describe(0).capability
-    wanted = ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + column_sum.builds()
+    wanted = (
+        ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability)
+        + column_sum.builds()
+        + rows.builds(capability)
+    )
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

@@ -23,6 +23,7 @@ from detkern.contracts import CONTRACTS
 from detkern.cpu import compiled
 from detkern.dtypes import DTYPES
 from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DeviceError
+from detkern.problem import RowKind
 
 HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {
@@ -30,6 +31,7 @@ STRUCTS = {
     "detkern_gemm_descriptor": mirror.GemmDescriptor,
     "detkern_block_scaled_descriptor": mirror.BlockScaledDescriptor,
     "detkern_column_sum_descriptor": mirror.ColumnSumDescriptor,
+    "detkern_row_descriptor": mirror.RowDescriptor,
 }
 
 
@@ -110,6 +112,8 @@ def test_codes_are_the_headers() -> None:
         assert codes.pop(dtype.short.upper()) == dtype.code
     for contract in CONTRACTS.values():
         assert codes.pop(contract.name.upper().replace("-", "_")) == contract.code
+    for kind in RowKind:
+        assert codes.pop(f"ROW_{kind.name}") == kind
     assert codes == {
         name: getattr(mirror, name) for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT")
     }
@@ -150,6 +154,7 @@ int32_t detkern_get_capabilities(detkern_capabilities* c) {
 int32_t detkern_gemm(const detkern_gemm_descriptor* d) { said = "told so"; return d->contract; }
 int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* d) { said = 0; return d->a_dtype; }
 int32_t detkern_column_sum(const detkern_column_sum_descriptor* d) { said = "no sum"; return d->operand_dtype; }
+int32_t detkern_rows(const detkern_row_descriptor* d) { said = "no row"; return d->kind; }
 """
 
 
@@ -176,6 +181,10 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
         column_sum.operand_dtype = status
         with pytest.raises(error, match=rf"detkern_column_sum: .*\({status}\): no sum"):
             library.column_sum(column_sum)
+        rows = mirror.described(mirror.RowDescriptor)
+        rows.kind = status
+        with pytest.raises(error, match=rf"detkern_rows: .*\({status}\): no row"):
+            library.rows(rows)
 
 
 def test_the_key_covers_sources_flags_compiler_and_cpu(

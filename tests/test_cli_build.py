@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from detkern import config
 from detkern.cli.main import main
 from detkern.contracts import MMA8, MMA16
-from detkern.cu import ahead, column_sum, device, loader
+from detkern.cu import ahead, column_sum, device, loader, rows
 from detkern.cu.backend import offered
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -36,7 +36,7 @@ def test_all_that_a_capability_offers(compiled: list[tuple[list[loader.KernelBui
     assert result.exit_code == 0, result.output
     ((wanted, architecture),) = compiled
     assert architecture == "sm_90a"
-    assert wanted == ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds()
+    assert wanted == ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
     assert MMA16 in offered((9, 0))
     assert MMA8 not in offered((9, 0))
     assert f"{len(wanted)} kernels for sm_90a" in result.output

@@ -17,10 +17,11 @@ import pytest
 from cu_device import one_of_each_organisation
 
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import column_sum, geometry, loader
+from detkern.cu import column_sum, geometry, loader, rows
 from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BuildError
+from detkern.problem import RowKind
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -300,6 +301,72 @@ def test_the_bias_gradient_compiles_within_bounds(
         _check_instruction(name)
     if macros["LOAD"] != Load.STRIDED:
         assert any(name.startswith("LDGSTS") for name in instructions)
+
+
+def _rows_built(
+    kind: RowKind, operand: DType, load: rows.RowLoad, columns: int, capability: tuple[int, int]
+) -> loader.KernelBuild:
+    """The build whose tile has that many columns at a time."""
+    (tile,) = [tile for tile in rows.tiles_for(kind, load, capability) if tile.columns == columns and tile.held]
+    return rows.build_for(kind, operand, tile)
+
+
+def _rows_to_compile() -> Iterator[tuple[str, loader.KernelBuild]]:
+    """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two kinds
+    that need most of them."""
+    for number, kind in enumerate(RowKind):
+        tiles = [tile for load in rows.RowLoad for tile in rows.tiles_for(kind, load, (9, 0))]
+        operand = F32 if kind.spreads and kind.operands == 1 else (F32, F16, BF16)[number % 3]
+        yield "sm_90a", rows.build_for(kind, operand, tiles[5 * number % len(tiles)])
+    vector = rows.RowLoad.VECTOR
+    for kind, operand in ((RowKind.SOFTMAX, F32), (RowKind.SOFTMAX, BF16), (RowKind.SOFTMAX_BACKWARD, F16)):
+        yield "sm_90a", _rows_built(kind, operand, vector, 163_840, (9, 0))
+    (across,) = rows.tiles_for(RowKind.LOG_SOFTMAX_BACKWARD, rows.RowLoad.ACROSS, (9, 0))
+    yield "sm_90a", rows.build_for(RowKind.LOG_SOFTMAX_BACKWARD, BF16, across)
+    yield "sm_80", _rows_built(RowKind.SOFTMAX_BACKWARD, F32, vector, 4096, (8, 0))
+    for turn, (architecture, capability) in enumerate(ARCHITECTURES.items()):
+        if architecture != "sm_90a":
+            widest = 163_840 if capability >= (9, 0) else 32_768 if turn % 2 else 16_384
+            kind = RowKind.SOFTMAX if turn % 2 or capability == (10, 0) else RowKind.SOFTMAX_BACKWARD
+            yield architecture, _rows_built(kind, (F16, F32)[turn // 2 % 2], vector, widest, capability)
+
+
+ROWS = list(dict.fromkeys(_rows_to_compile()))
+
+
+@pytest.fixture(scope="module")
+def compiled_rows() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in ROWS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("architecture", "build"), ROWS, ids=str)
+def test_the_row_operations_compile_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_rows: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+) -> None:
+    log, code = compiled_rows[architecture, build].result()
+    macros = dict(build.macros)
+    assert _registers(log) * macros["THREADS"] <= REGISTER_FILE
+    assert sum(map(int, re.findall(r"(\d+) bytes smem", log))) <= 25 * 1024
+    instructions = _instructions(code)
+    kind = RowKind(macros["KIND"])
+    if not kind.spreads:
+        assert "F2I.S64.TRUNC" in instructions
+    assert any(name.startswith("UCGABAR") for name in instructions) == (macros["CLUSTER"] > 1)
+    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they ask for
+    # infinities and where they negate a significand: no result.
+    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
+    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
+    assert bool(flushing) == ("FCHK" in instructions)
+    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
+    for name in instructions:
+        if name not in flushing:
+            _check_instruction(name)
+    if macros["LOAD"] == rows.RowLoad.VECTOR and not (kind.spreads and kind.operands == 1):
+        assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 
 
 def test_bounds_and_tables_name_the_same_tiles() -> None:

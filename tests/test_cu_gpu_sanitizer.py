@@ -30,10 +30,11 @@ import detkern
 from detkern import operands
 from detkern.backend import Execution
 from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cu import column_sum
+from detkern.cu import column_sum, rows
+from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.problem import RowKind, column_sum_problem, gemm_problem, row_problem
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
@@ -171,6 +172,46 @@ def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
             onto = None if initial is None else initial.copy()
             expected = detkern.bias_gradient(dc[:, :-3], out=onto, accumulate=onto is not None, backend="cpu")
             assert differing(expected.view(out_dtype.bits), cupy.asnumpy(out)) == 0
+
+
+@pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_the_row_operations_watched(dtype: DType, kind: RowKind) -> None:
+    """Every tile, more rows than a grid's CTAs, rows that end within a piece, and where a tile does not hold them, several
+    times its columns; with a batch where rows are found by division."""
+    import cupy
+
+    def uploaded(host: np.ndarray) -> TensorView:
+        memory = cupy.asarray(host.view(dtype.bits))
+        strides = tuple(stride // dtype.itemsize for stride in memory.strides)
+        return TensorView(memory.data.ptr, host.shape, strides, dtype, DEVICE, array=memory)
+
+    capability = describe(0).capability
+    for tile in (tile for load in rows.RowLoad for tile in rows.tiles_for(kind, load, capability)):
+        width = min(tile.columns, 9000) - 13 if tile.held and not kind.spreads else 2 * tile.columns + 5
+        if width <= 3:
+            width = tile.columns - 3
+        shape = (2, tile.rows + 1 if width < 2000 else 2, width)
+        x = operands.generate("normal", dtype, shape, 5)
+        y = operands.generate("normal", dtype, shape, 6)
+        whole = [x[..., :1] if kind.spreads else x, y][: kind.operands]
+        views = [uploaded(np.ascontiguousarray(array)) for array in whole]
+        out = cupy.empty((*shape[:2], 1 if kind.reduces else width), F32.bits)
+        strides = tuple(stride // 4 for stride in out.strides)
+        target = TensorView(out.data.ptr, out.shape, strides, F32, DEVICE, array=out)
+        cut = width - 3  # so that rows do not follow each other
+        problem = row_problem(kind, views[0], views[1] if len(views) > 1 else None, target, cut)
+        chosen = replace(rows.choose(problem, capability, 132, tile), grid=tile.cluster)
+        rows.launch(
+            problem, views[0], views[1] if len(views) > 1 else None, target, Execution(DEVICE, 0, _scratch), chosen
+        )
+        given = [
+            array[..., 0] if kind.spreads and not number else array[..., :cut] for number, array in enumerate(whole)
+        ]
+        extra = [cut] if kind.spreads and kind.operands == 1 else []
+        expected = getattr(detkern.rows, kind.label)(*given, *extra, out_dtype="f32", backend="cpu").view(np.uint32)
+        got = cupy.asnumpy(out[..., 0] if kind.reduces else out[..., :cut])
+        assert differing(expected, got) == 0, tile
 
 
 def _scratch(size: int) -> TensorView:

@@ -105,7 +105,11 @@ def test_the_table_of_contracts():
 
 def test_the_tables_of_pieces():
     rows = dict(
-        re.findall(r"^\| (`.*`) \| (.*) \|$", PAGE.read_text().split("where the pieces start")[1], re.MULTILINE)
+        re.findall(
+            r"^\| (`.*`) \| (.*) \|$",
+            PAGE.read_text().split("where the pieces start")[1].split("\n## ")[0],
+            re.MULTILINE,
+        )
     )
     for names, where in rows.items():
         for name in re.findall(r"`([\w-]+)`", names):

@@ -34,6 +34,20 @@ enum detkern_contract {
   DETKERN_FP8_BLOCK128 = 6,
 };
 
+/* The row operations; a backward one is its forward's value plus 5. */
+enum detkern_row_kind {
+  DETKERN_ROW_SUM = 1,
+  DETKERN_ROW_MEAN = 2,
+  DETKERN_ROW_MEAN_SQUARE = 3,
+  DETKERN_ROW_SOFTMAX = 4,
+  DETKERN_ROW_LOG_SOFTMAX = 5,
+  DETKERN_ROW_SUM_BACKWARD = 6,
+  DETKERN_ROW_MEAN_BACKWARD = 7,
+  DETKERN_ROW_MEAN_SQUARE_BACKWARD = 8,
+  DETKERN_ROW_SOFTMAX_BACKWARD = 9,
+  DETKERN_ROW_LOG_SOFTMAX_BACKWARD = 10,
+};
+
 enum detkern_status {
   DETKERN_OK = 0,
   DETKERN_INVALID = 1,      /* a descriptor that the library does not understand */
@@ -115,6 +129,30 @@ typedef struct {
   void *stream;
 } detkern_column_sum_descriptor;
 
+/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two operands are
+ * those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and mean_square, a of
+ * their backward kinds. */
+typedef struct {
+  uint64_t size;
+  int32_t kind; /* detkern_row_kind */
+  int32_t a_dtype, b_dtype, out_dtype; /* f32, f16 or bf16; b_dtype 0: one operand */
+  int32_t batch_rank;
+  int32_t device;
+  int32_t threads;
+  int32_t unused;
+  int64_t m, n;
+  int64_t batch_shape[DETKERN_MAX_SUM_RANK];
+  int64_t a_batch_strides[DETKERN_MAX_SUM_RANK];
+  int64_t b_batch_strides[DETKERN_MAX_SUM_RANK];
+  int64_t out_batch_strides[DETKERN_MAX_SUM_RANK];
+  int64_t a_row_stride, a_col_stride;
+  int64_t b_row_stride, b_col_stride;
+  int64_t out_row_stride, out_col_stride;
+  const void *a, *b;
+  void *out;
+  void *stream;
+} detkern_row_descriptor;
+
 /* Every function returns a detkern_status, detkern_abi_version and detkern_last_error aside. The last error is the
  * calling thread's, valid until its next call. */
 DETKERN_EXPORT int32_t detkern_abi_version(void);
@@ -123,6 +161,7 @@ DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabiliti
 DETKERN_EXPORT int32_t detkern_gemm(const detkern_gemm_descriptor *descriptor);
 DETKERN_EXPORT int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor *descriptor);
 DETKERN_EXPORT int32_t detkern_column_sum(const detkern_column_sum_descriptor *descriptor);
+DETKERN_EXPORT int32_t detkern_rows(const detkern_row_descriptor *descriptor);
 
 #ifdef __cplusplus
 }

@@ -45,6 +45,7 @@ class Library:
         self._gemm = self._function("detkern_gemm", [pointer(mirror.GemmDescriptor)])
         self._block_scaled = self._function("detkern_block_scaled_gemm", [pointer(mirror.BlockScaledDescriptor)])
         self._column_sum = self._function("detkern_column_sum", [pointer(mirror.ColumnSumDescriptor)])
+        self._rows = self._function("detkern_rows", [pointer(mirror.RowDescriptor)])
         get_capabilities = self._function("detkern_get_capabilities", [pointer(mirror.Capabilities)])
         capabilities = mirror.described(mirror.Capabilities)
         if status := get_capabilities(capabilities):
@@ -68,6 +69,11 @@ class Library:
         """Run `descriptor`; a status other than 0 raises with the library's own words."""
         if status := self._column_sum(descriptor):
             self._fail("detkern_column_sum", status)
+
+    def rows(self, descriptor: mirror.RowDescriptor) -> None:
+        """Run `descriptor`; a status other than 0 raises with the library's own words."""
+        if status := self._rows(descriptor):
+            self._fail("detkern_rows", status)
 
     def _function(self, name: str, arguments: list[Any], result: Any = ctypes.c_int32) -> Any:
         try:

@@ -14,6 +14,7 @@ __all__ = [
     "Capabilities",
     "ColumnSumDescriptor",
     "GemmDescriptor",
+    "RowDescriptor",
     "described",
 ]
 
@@ -137,6 +138,38 @@ class ColumnSumDescriptor(Structure):
         ("col_stride", c_int64),
         ("out_stride", c_int64),
         ("dc", c_void_p),
+        ("out", c_void_p),
+        ("stream", c_void_p),
+    )
+
+
+class RowDescriptor(Structure):
+    """detkern_row_descriptor."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("kind", c_int32),
+        ("a_dtype", c_int32),
+        ("b_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("batch_rank", c_int32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("unused", c_int32),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("batch_shape", _SumBatch),
+        ("a_batch_strides", _SumBatch),
+        ("b_batch_strides", _SumBatch),
+        ("out_batch_strides", _SumBatch),
+        ("a_row_stride", c_int64),
+        ("a_col_stride", c_int64),
+        ("b_row_stride", c_int64),
+        ("b_col_stride", c_int64),
+        ("out_row_stride", c_int64),
+        ("out_col_stride", c_int64),
+        ("a", c_void_p),
+        ("b", c_void_p),
         ("out", c_void_p),
         ("stream", c_void_p),
     )

@@ -35,7 +35,7 @@ def _capability(text: str) -> tuple[int, int]:
     metavar="X.Y",
     help="Compute capability to compile for, needing no GPU; default: that of the first CUDA device.",
 )
-@contracts_option("Default: all that the capability offers, and the bias gradient.")
+@contracts_option("Default: all that the capability offers, the bias gradient and the row operations.")
 @click.option("--processes", type=click.IntRange(1), help="Compilers at a time; default: one a core.")
 def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
     """Compile the CUDA kernels into the cache folder.
@@ -51,7 +51,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
-    from ..cu import column_sum
+    from ..cu import column_sum, rows
     from ..cu.ahead import builds, compile_ahead
     from ..cu.backend import offered
     from ..cu.device import describe, missing
@@ -69,7 +69,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported_architectures())
-    wanted = builds(asked, capability) + ([] if contracts else column_sum.builds())
+    wanted = builds(asked, capability) + ([] if contracts else column_sum.builds() + rows.builds(capability))
     start = time.perf_counter()
     running = compile_ahead(wanted, architecture, processes or len(os.sched_getaffinity(0)))
     for _ in track(running, f"kernels for {architecture}", total=len(wanted), transient=True):

@@ -20,9 +20,9 @@ from ..backend import Execution, Kernel
 from ..contracts import CONTRACTS, FP8_BLOCK128, Contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import ArgumentError, BackendUnavailable, BuildError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
 from ..tensors import Device, TensorView
-from . import compiled, numpy_replay, threads
+from . import compiled, numpy_replay, numpy_rows, threads
 from .float_environment import default_float_environment
 
 __all__ = ["BACKEND", "CpuBackend", "library"]
@@ -60,12 +60,14 @@ class CpuBackend:
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind == "cpu" else f"it works on host memory, not on {device}"
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> str | None:
         if isinstance(problem, ColumnSumProblem):
             for name, dtype in (("dc", problem.dc.dtype), ("out", problem.out.dtype)):
                 if dtype not in _OUTPUTS:
                     return f"{name} may be float32, float16 or bfloat16, not {dtype}"
             return None
+        if isinstance(problem, RowProblem):
+            return None  # the plan refuses what no backend takes
         contract = problem.contract
         types = (problem.a.dtype, problem.b.dtype)
         if isinstance(problem, BlockScaledProblem):
@@ -92,12 +94,17 @@ class CpuBackend:
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         native = library()
         if isinstance(problem, ColumnSumProblem):
             if native is None:
                 return Kernel("numpy column_sum", "all columns", "1 thread")
             return Kernel(f"c++ column_sum ({native.name.split()[1]})", "at most 1024 columns", _at_most_threads())
+        if isinstance(problem, RowProblem):
+            if native is None:
+                return Kernel(f"numpy {problem.kind.label}", "262144 elements at a time", "1 thread")
+            instructions = native.name.split()[1]
+            return Kernel(f"c++ {problem.kind.label} ({instructions})", "rows in vector lanes", _at_most_threads())
         if native is None:
             return Kernel(f"numpy {problem.contract}", "8192 outputs at a time", "1 thread")
         _, instructions, *tiles = native.name.split()
@@ -152,6 +159,21 @@ class CpuBackend:
         descriptor.dc = dc.pointer
         descriptor.out = out.pointer
         native.column_sum(descriptor)
+
+    def rows(
+        self, problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView, execution: Execution
+    ) -> None:
+        native = library()
+        if native is None:
+            _numpy_rows(problem, a, b, out)
+            return
+        descriptor = mirror.RowDescriptor.from_buffer_copy(_row_descriptor(problem))
+        descriptor.threads = _threads()
+        descriptor.a = a.pointer
+        if b is not None:
+            descriptor.b = b.pointer
+        descriptor.out = out.pointer
+        native.rows(descriptor)
 
 
 BACKEND = CpuBackend()
@@ -229,6 +251,25 @@ def _column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
     return bytes(d)
 
 
+@functools.lru_cache(maxsize=1024)
+def _row_descriptor(problem: RowProblem) -> bytes:
+    d = mirror.described(mirror.RowDescriptor)
+    d.kind = int(problem.kind)
+    d.batch_rank = len(problem.batch)
+    d.m, d.n = problem.m, problem.n
+    for index, size in enumerate(problem.batch):
+        d.batch_shape[index] = size
+    for name, matrix in (("a", problem.a), ("b", problem.b), ("out", problem.out)):
+        if matrix is not None:
+            setattr(d, f"{name}_dtype", matrix.dtype.code)
+            strides = getattr(d, f"{name}_batch_strides")
+            for index, stride in enumerate(matrix.batch_strides):
+                strides[index] = stride
+            setattr(d, f"{name}_row_stride", matrix.row_stride)
+            setattr(d, f"{name}_col_stride", matrix.col_stride)
+    return bytes(d)
+
+
 def _numpy_gemm(problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None) -> None:
     batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
     if 0 in (*batch, m, n):
@@ -283,6 +324,23 @@ def _numpy_column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView
             initial=target if problem.accumulate else None,
             out_dtype=problem.out.dtype,
         )
+
+
+def _numpy_rows(problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView) -> None:
+    batch, m, n, kind = problem.batch, problem.m, problem.n, problem.kind
+    first = _ndarray(a.pointer, (*batch, m, 1 if kind.spreads else n), problem.a)
+    second = None if b is None or problem.b is None else _ndarray(b.pointer, (*batch, m, n), problem.b)
+    target = _ndarray(out.pointer, (*batch, m, 1 if kind.reduces else n), problem.out)
+    with default_float_environment():
+        for index in np.ndindex(*batch):
+            result = numpy_rows.rows(
+                kind,
+                first[index][:, 0] if kind.spreads else first[index],
+                None if second is None else second[index],
+                width=n,
+                out_dtype=problem.out.dtype,
+            )
+            target[index] = result[:, None] if kind.reduces else result
 
 
 def _ndarray(pointer: int, shape: tuple[int, ...], matrix: Matrix) -> np.ndarray[Any, np.dtype[Any]]:

@@ -67,6 +67,24 @@ struct SumJob {
   int threads;
 };
 
+// One operand of a row operation. Strides are in bytes; one number a row has column stride 0.
+struct RowOperand {
+  char* data;  // null: there is none
+  int dtype;
+  int64_t row_stride, col_stride;
+  int64_t batch_strides[DETKERN_MAX_SUM_RANK];
+};
+
+// out[batch, i, :] = the operation on a[batch, i, :] and b[batch, i, :].
+struct RowJob {
+  int kind;                // detkern_row_kind
+  int64_t rows, columns;  // rows: of one batch index
+  int batch_rank;
+  const int64_t* batch_shape;
+  RowOperand a, b, out;
+  int threads;
+};
+
 // Each implements one contract, or two that share a loop; they throw std::bad_alloc before `out` is touched.
 void run_fma(const Job& job);
 void run_mma16(const Job& job);
@@ -75,6 +93,7 @@ void run_tree(const Job& job);
 void run_tree_mma16(const Job& job);
 void run_fp8_block128(const Job& job);
 void run_column_sum(const SumJob& job);
+void run_rows(const RowJob& job);
 
 // The register tile, rows times columns, of the chains of fused multiply-adds and of the tensor-core steps.
 extern const int FMA_ROWS, MMA_ROWS, TILE_COLUMNS;

@@ -194,6 +194,55 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
   return run(run_column_sum, job);
 }
 
+RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride, const int64_t* batch_strides,
+                       int batch_rank, bool one_a_row) {
+  const int64_t size = itemsize(dtype);
+  RowOperand operand{};
+  operand.data = static_cast<char*>(const_cast<void*>(data));
+  operand.dtype = dtype;
+  operand.row_stride = row_stride * size;
+  operand.col_stride = one_a_row ? 0 : col_stride * size;
+  for (int i = 0; i < batch_rank; ++i) operand.batch_strides[i] = batch_strides[i] * size;
+  return operand;
+}
+
+int32_t rows(const detkern_row_descriptor* d) {
+  if (!d || d->size != sizeof *d)
+    return fail(DETKERN_INVALID, "row descriptor of %llu bytes, this library's has %zu",
+                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
+  if (d->kind < DETKERN_ROW_SUM || d->kind > DETKERN_ROW_LOG_SOFTMAX_BACKWARD)
+    return fail(DETKERN_UNSUPPORTED, "there is no row operation of code %d", d->kind);
+  const bool two = d->kind >= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
+  const bool reduces = d->kind <= DETKERN_ROW_MEAN_SQUARE;
+  const bool spreads = d->kind >= DETKERN_ROW_SUM_BACKWARD && d->kind <= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
+  if (!is_output(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
+  if (two ? !is_output(d->b_dtype) : d->b_dtype != 0)
+    return fail(DETKERN_UNSUPPORTED, "b_dtype %d of row operation %d", d->b_dtype, d->kind);
+  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
+  if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
+    return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
+  bool empty = d->m == 0 || (d->n == 0 && !reduces);
+  for (int i = 0; i < d->batch_rank; ++i) {
+    if (d->batch_shape[i] < 0) return fail(DETKERN_INVALID, "negative batch_shape");
+    empty |= d->batch_shape[i] == 0;
+  }
+  if (empty) return DETKERN_OK;
+  if (!d->out || (d->n && (!d->a || (two && !d->b))))
+    return fail(DETKERN_INVALID, "a null pointer where elements are");
+  RowJob job{};
+  job.kind = d->kind;
+  job.rows = d->m;
+  job.columns = d->n;
+  job.batch_rank = d->batch_rank;
+  job.batch_shape = d->batch_shape;
+  job.a = row_operand(d->a, d->a_dtype, d->a_row_stride, d->a_col_stride, d->a_batch_strides, d->batch_rank, spreads);
+  if (two) job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
+  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides, d->batch_rank, reduces);
+  job.threads = d->threads;
+  return run(run_rows, job);
+}
+
 }  // namespace
 }  // namespace detkern
 
@@ -232,6 +281,11 @@ int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* descrip
 int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
   detkern::last_error[0] = 0;
   return detkern::column_sum(descriptor);
+}
+
+int32_t detkern_rows(const detkern_row_descriptor* descriptor) {
+  detkern::last_error[0] = 0;
+  return detkern::rows(descriptor);
 }
 
 }  // extern "C"

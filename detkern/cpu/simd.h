@@ -33,6 +33,7 @@ constexpr char INSTRUCTION_SET[] = "portable";
 typedef float Float __attribute__((vector_size(4 * LANES)));
 typedef int32_t Int __attribute__((vector_size(4 * LANES)));
 typedef int16_t Short __attribute__((vector_size(4 * LANES)));  // twice as many lanes
+typedef double Double __attribute__((vector_size(4 * LANES)));  // half as many
 
 inline Float load_vector(const float* aligned) { return *reinterpret_cast<const Float*>(aligned); }
 inline void store_vector(float* aligned, Float value) { *reinterpret_cast<Float*>(aligned) = value; }
@@ -67,6 +68,11 @@ inline Int widen_high(Short value) {
 inline bool any(Int mask) {
   const __m512i v = reinterpret_cast<__m512i>(mask);
   return _mm512_test_epi32_mask(v, v) != 0;
+}
+inline Double low_half(Float value) { return _mm512_cvtps_pd(_mm512_castps512_ps256(value)); }
+inline Double high_half(Float value) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1)); }
+inline Double truncate(Double value) {
+  return _mm512_roundscale_pd(value, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 }
 inline Float round_to_f16(Float value) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -103,6 +109,9 @@ inline bool any(Int mask) {
   const __m256i v = reinterpret_cast<__m256i>(mask);
   return !_mm256_testz_si256(v, v);
 }
+inline Double low_half(Float value) { return _mm256_cvtps_pd(_mm256_castps256_ps128(value)); }
+inline Double high_half(Float value) { return _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1)); }
+inline Double truncate(Double value) { return _mm256_round_pd(value, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 inline Float round_to_f16(Float value) {
   return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -149,6 +158,20 @@ inline bool any(Int mask) {
   int32_t all = 0;
   for (int i = 0; i < LANES; ++i) all |= mask[i];
   return all != 0;
+}
+inline Double low_half(Float value) {
+  Double result;
+  for (int i = 0; i < LANES / 2; ++i) result[i] = value[i];
+  return result;
+}
+inline Double high_half(Float value) {
+  Double result;
+  for (int i = 0; i < LANES / 2; ++i) result[i] = value[LANES / 2 + i];
+  return result;
+}
+inline Double truncate(Double value) {
+  for (int i = 0; i < LANES / 2; ++i) value[i] = __builtin_trunc(value[i]);
+  return value;
 }
 inline Float round_to_f16(Float value) {
   for (int i = 0; i < LANES; ++i) value[i] = f16_to_f32(f32_to_f16(value[i]));

@@ -10,9 +10,9 @@ from ..backend import Execution, Kernel
 from ..contracts import Contract
 from ..dtypes import DType
 from ..errors import ContractUnsupported, DetkernError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowKind, RowProblem
 from ..tensors import Device, TensorView
-from . import column_sum
+from . import column_sum, rows
 from .device import SEEN, CudaDevice, describe, missing
 from .geometry import choose, source_of
 from .loader import source_digest
@@ -59,10 +59,12 @@ class CudaBackend:
         """The compute capability, or None where the device cannot run the kernels at all."""
         return None if missing(device.index) else describe(device.index).capability
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> str | None:
+    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> str | None:
         """Why the problem's contract is not offered on its device, naming those that are; or None."""
         if isinstance(problem, ColumnSumProblem):
             return column_sum.refusal(describe(problem.device.index), problem.dc.dtype)
+        if isinstance(problem, RowProblem):
+            return rows.refusal(describe(problem.device.index), problem)
         key = (problem.device.index, problem.contract, problem.a.dtype)
         try:
             return self._answers[key]
@@ -123,12 +125,26 @@ class CudaBackend:
                 facts, selfcheck.COLUMN_SUM, dtype, "cuda", source_digest((column_sum.SOURCE,))
             )
             result[f"self-check of column_sum {dtype.short}"] = "not run yet" if found is None else str(found)
-        return result
+        return result | self._row_facts(facts)
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
+    @staticmethod
+    def _row_facts(device: CudaDevice) -> dict[str, str]:
+        """The self-checks of row operations that have run."""
+        digest = source_digest((rows.SOURCE,))
+        pairs = [(kind.label, dtype) for kind in RowKind for dtype in rows.OPERANDS]
+        outcomes = {pair: selfcheck.known_outcome(device, *pair, "cuda", digest) for pair in pairs}
+        return {
+            f"self-check of {name} {dtype.short}": str(found)
+            for (name, dtype), found in outcomes.items()
+            if found is not None
+        }
+
+    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         """The kernel, tile and launch geometry that the problem's method would use."""
         if isinstance(problem, ColumnSumProblem):
             return column_sum.kernel(problem, describe(problem.device.index))
+        if isinstance(problem, RowProblem):
+            return rows.kernel(problem, describe(problem.device.index))
         if isinstance(problem, BlockScaledProblem):
             raise ContractUnsupported(f"{problem.contract} has no kernel on {problem.device}")
         facts = describe(problem.device.index)
@@ -176,6 +192,12 @@ class CudaBackend:
     def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
         """Enqueue the bias gradient; see `Backend.column_sum`. Raises as `gemm`."""
         column_sum.launch(problem, dc, out, execution)
+
+    def rows(
+        self, problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView, execution: Execution
+    ) -> None:
+        """Enqueue a row operation; see `Backend.rows`. Raises as `gemm`."""
+        rows.launch(problem, a, b, out, execution)
 
 
 BACKEND: Any = CudaBackend()

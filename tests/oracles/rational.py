@@ -70,6 +70,22 @@ def fma_chain(a: list[float], b: list[float], acc: float = 0.0) -> float:
     return acc
 
 
+def aligned_sum(terms: list[float]) -> float:
+    """The sum of docs/contracts.md, "The aligned sum", of binary32 numbers of any kind."""
+    infinite = {term for term in terms if math.isinf(term)}
+    if any(math.isnan(term) for term in terms) or len(infinite) > 1:
+        return math.nan
+    if infinite:
+        return infinite.pop()
+    largest = max((abs(term) for term in terms), default=0.0)
+    if largest == 0:
+        return 0.0
+    exponent = max(math.frexp(largest)[1] - 1, -126)
+    unit = Fraction(2) ** (exponent - 43)
+    total = unit * sum(math.trunc(Fraction(term) / unit) for term in terms)
+    return round_fraction(total, F32) if total else 0.0
+
+
 def floats(values: np.ndarray) -> list:
     """The elements of an array as nested lists of Python floats."""
     with np.errstate(invalid="ignore"):  # signalling NaN
