@@ -2,7 +2,7 @@
 
 For every layer of shapes.toml and every M, forward under `mma16` and `tree-mma16` and both gradients: the result of
 `detkern.gemm` against that of a tile of the general kernel, forced; and against the first rows of the product of the
-largest M, which they must be. Compared on the device as integers; both results are spoilt beforehand with different
+largest M, which they must be; and 64 random rows (of that product; for the gradient of w, of each) against the CPU replay. Compared on the device as integers; both results are spoilt beforehand with different
 patterns, so that an element which neither kernel writes differs too. The record is gemm-bits.json.
 """
 
@@ -23,6 +23,7 @@ from .shapes import Product
 __all__ = ["OTHER_POISON", "compare", "run", "run_general"]
 
 OTHER_POISON = -2  # another NaN that is not written
+REPLAYED_ROWS = 64
 
 
 def run_general(product: Product, a: Any, b: Any, out: Any) -> str:
@@ -36,6 +37,19 @@ def run_general(product: Product, a: Any, b: Any, out: Any) -> str:
     )
     forced_call(product, tile, a, b, out)()
     return f"{general}.cu {tile}"
+
+
+def differing_from_replay(product: Product, a: Any, b: Any, bits: Any) -> int:
+    """Elements of 64 random rows of the result (all rows of fewer) whose bits are not the CPU replay's. bits: as int16."""
+    import torch
+
+    import detkern
+
+    left, right = (x.t() if transposed else x for x, transposed in ((a, product.trans_a), (b, product.trans_b)))
+    chosen = torch.randperm(left.shape[0], generator=torch.Generator().manual_seed(product.m))[:REPLAYED_ROWS]
+    rows = left[chosen.to(left.device)].cpu()
+    replayed = detkern.gemm(rows, right.cpu(), contract=product.contract, backend="cpu")
+    return int((replayed.view(torch.int16) != bits[chosen.to(bits.device)].cpu()).sum())
 
 
 def compare(
@@ -76,13 +90,15 @@ def compare(
         }  # fmt: skip
         if largest is not None:
             row["differing_from_largest_m"] = int((bits != largest[: product.m]).sum())
+        if largest is None or product is ordered[-1]:
+            row["differing_from_replay"] = differing_from_replay(product, a, b, bits)
         rows.append(row | {"kernel": explained.kernel, "tile": explained.tile, "general": tile})
     return rows
 
 
 def differs(row: dict[str, Any]) -> bool:
     """Whether any bit does."""
-    return bool(row["differing_from_general"] or row.get("differing_from_largest_m"))
+    return any(value for name, value in row.items() if name.startswith("differing_from_"))
 
 
 def run(arguments: argparse.Namespace, gpu: str, driver: str, more: dict[str, str]) -> int:

@@ -536,6 +536,7 @@ def test_differing_bits_are_counted(op: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [row["m"] for row in rows] == [1, 3, 8]
     assert not any(gemm_bits.differs(row) for row in rows)
     assert all(("differing_from_largest_m" in row) == (op != "db") for row in rows)
+    assert ["differing_from_replay" in row for row in rows] == ([True] * 3 if op == "db" else [False, False, True])
 
     def differing(product: Product, a: Any, b: Any, out: Any) -> str:
         general(product, a, b, out)
@@ -578,6 +579,18 @@ def test_rows_are_held_to_those_of_the_largest_m(monkeypatch: pytest.MonkeyPatch
     rows = gemm_bits.compare(products, operands, lambda product, a, b, out: str(batched(product, a, b, out)()))
     assert [row["differing_from_largest_m"] for row in rows] == [1, 0]
     assert [row["differing_from_general"] for row in rows] == [0, 0]
+
+
+@pytest.mark.parametrize("op", shapes.OPS)
+def test_rows_are_held_to_the_replay(op: str) -> None:
+    product = _product(op, 8)
+    operands = Operands([product], {product: 1}, "cpu")
+    a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
+    peers.detkern_call(product, a, b, out)()
+    bits = out.view(torch.int16)
+    assert gemm_bits.differing_from_replay(product, a, b, bits) == 0
+    bits[-1, 1] ^= 1
+    assert gemm_bits.differing_from_replay(product, a, b, bits) == 1
 
 
 @pytest.mark.parametrize("contract", ["mma16", "tree-mma16"])
