@@ -104,16 +104,18 @@ def compile_part(logs: Path, limit: float) -> dict[str, Any]:
     }
 
 
-def tests_part(logs: Path, limit: float, select: str | None) -> dict[str, Any]:
-    """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it."""
+def tests_part(logs: Path, limit: float, select: str | None, processes: int) -> dict[str, Any]:
+    """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it; in several processes by pytest-xdist."""
     junit = logs / "tests.xml"
     # By name, so that tests of other things need not be importable here.
     files = [str(path) for path in sorted((records.ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
     extra = ["--durations=15", *files, *(["-k", select] if select else [])]
+    if processes > 1:
+        extra += ["-n", str(processes)]
     status, seconds = _run(_pytest("gpu", junit, *extra), logs / "tests.log", limit)
     counts = _counts(junit)
     counts["failed"] += int(status != 0 and not counts["failed"])
-    return {"part": "tests", **counts, "seconds": round(seconds, 1)}
+    return {"part": "tests", **counts, "processes": processes, "seconds": round(seconds, 1)}
 
 
 def sanitizer_part(tool: str, logs: Path, limit: float) -> dict[str, Any]:
@@ -155,6 +157,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for the record and the logs, instead of the results folder")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
     parser.add_argument("--select", help="pytest's -k for the part `tests`")
+    parser.add_argument("--processes", type=int, default=1, help="of the part `tests` (more than one: by pytest-xdist)")
     parser.add_argument("--limit", type=float, default=500, help="seconds after which a part is ended (default 500)")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -175,7 +178,7 @@ def main() -> int:
             if part == "compile":
                 row = compile_part(logs, arguments.limit)
             elif part == "tests":
-                row = tests_part(logs, arguments.limit, arguments.select)
+                row = tests_part(logs, arguments.limit, arguments.select, arguments.processes)
             elif part == "golden":
                 row = golden_part(logs, arguments.limit, folder)
             else:
