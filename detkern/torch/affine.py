@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import ops, rows, route
+from . import ops, route, rows
 
 __all__ = ["affine", "sum_to"]
 

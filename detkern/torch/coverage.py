@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from . import products, reductions
+from .einsum import einsum
 
 __all__ = ["HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "name_of"]
 
@@ -53,8 +54,8 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
     found[torch.chain_matmul] = products.chain_matmul
-    found[torch._VF.einsum] = products.einsum
-    found[torch._VF.tensordot] = products.tensordot
+    found[torch._VF.einsum] = found[torch.einsum] = einsum
+    found[torch._VF.tensordot] = found[torch.tensordot] = products.tensordot
     found[F.softmax] = reductions.functional_softmax
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.cross_entropy] = reductions.cross_entropy
@@ -63,8 +64,7 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
 
 HANDLERS: dict[Any, Callable[..., Any]] = _by_function()
 
-UNCOVERED = frozenset(
-    """
+_UNCOVERED = """
     scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
     _scaled_dot_product_attention_math _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
@@ -80,8 +80,8 @@ UNCOVERED = frozenset(
     mkldnn_linear _mkldnn_linear _weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear
     smm sspaddmm hspmm _sparse_mm _sparse_addmm sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_linear
     _sparse_semi_structured_mm _sparse_semi_structured_addmm
-    """.split()
-)
+"""
+UNCOVERED = frozenset(_UNCOVERED.split())
 
 
 def _pointwise() -> set[str]:
@@ -104,9 +104,7 @@ def _pointwise() -> set[str]:
     return names
 
 
-PLAIN = (
-    frozenset(
-        """
+_PLAIN = """
     __get__ __set__ __delete__ __getitem__ __setitem__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
     __hash__ __contains__ __iter__ __array__ __dlpack__ __dlpack_device__ __deepcopy__ __reduce_ex__ __setstate__
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
@@ -135,10 +133,8 @@ PLAIN = (
     logsigmoid hardtanh hardswish mish threshold clamp clip complex real imag view_as_real view_as_complex outer ger kron
     cartesian_prod meshgrid block_diag atleast_1d atleast_2d atleast_3d lerp lerp_ addcmul addcmul_ addcdiv addcdiv_
     _foreach_add_ _foreach_mul_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_lerp_ _foreach_sqrt _foreach_div_
-    """.split()
-    )
-    | _pointwise()
-) - UNCOVERED
+"""
+PLAIN = (frozenset(_PLAIN.split()) | _pointwise()) - UNCOVERED
 
 
 def _no(*_: Any, **__: Any) -> bool:

@@ -26,7 +26,7 @@ _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
 _said: set[tuple[str, str]] = set()
 
 
-class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]  # noqa: N801
+class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
     """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block or between `enable()`
     and `disable()`.
 
@@ -107,7 +107,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]  # noqa: N8
             result = handler(self, *args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
         python = coverage.PYTHON.get(func)
-        if python is not None:
+        if python is not None and not (torch.compiler.is_compiling() and func.__module__ != "torch.nn.functional"):
             with self:
                 return python(*args, **kwargs)
         name = coverage.name_of(func)
@@ -153,20 +153,23 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]  # noqa: N8
         device types there is nothing to say."""
         if not any(x.device.type in self.device_types for x in _tensors(operands)):
             return
-        subject = f"{name}: {why} {what}" if what != "is not covered" else f"{name}{' of ' + why if why else ''} {what}"
         if self.strict:
-            raise ContractUnsupported(
-                f"{subject} by batch_invariant_mode; {_advice(name, why)}, or strict=False lets PyTorch compute it"
-            )
-        _say_once(name, subject)
+            raise ContractUnsupported(_refusal(name, why, what))
+        _say_once(name, _subject(name, why, what))
 
 
-def _advice(name: str, why: str) -> str:
+def _subject(name: str, why: str, what: str) -> str:
+    return f"{name}: {why} {what}" if what != "is not covered" else f"{name}{' of ' + why if why else ''} {what}"
+
+
+def _refusal(name: str, why: str, what: str) -> str:
     if "attention" in name:
-        return "use eager attention, as in attn_implementation='eager' or softmax(q @ k.T) @ v"
-    if why in ("torch.float64", "torch.complex64", "torch.complex128"):
-        return "cast the operands to float32, float16 or bfloat16"
-    return "docs/batch-invariant-mode.md lists what is"
+        advice = "use eager attention, as in attn_implementation='eager' or softmax(q @ k.T) @ v"
+    elif why in ("torch.float64", "torch.complex64", "torch.complex128"):
+        advice = "cast the operands to float32, float16 or bfloat16"
+    else:
+        advice = "docs/batch-invariant-mode.md lists what is"
+    return f"{_subject(name, why, what)} by batch_invariant_mode; {advice}, or strict=False lets PyTorch compute it"
 
 
 def _say_once(name: str, subject: str) -> None:
@@ -178,8 +181,10 @@ def _say_once(name: str, subject: str) -> None:
         )
 
 
-# torch.compile calls it while it traces: what is not covered is said when a graph is made.
+# torch.compile calls them while it traces: what is not covered is said when a graph is made.
 _say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_subject._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -7,7 +7,6 @@ result, or NotImplemented where PyTorch is to answer (with its own error, or bec
 from __future__ import annotations
 
 import functools
-import string
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from . import functional, ops
 from .affine import affine
 
-__all__ = ["HANDLERS", "finish"]
+__all__ = ["HANDLERS", "finish", "product"]
 
 
 def finish(result: Any, out: Any) -> Any:
@@ -38,7 +37,8 @@ def finish(result: Any, out: Any) -> Any:
     return out
 
 
-def _product(mode: Any, op: str, a: Any, b: Any, out_dtype: Any = None) -> Any:
+def product(mode: Any, op: str, a: Any, b: Any, out_dtype: Any = None) -> Any:
+    """a @ b by the contract that the mode gives the op."""
     return functional.matmul(a, b, out_dtype=out_dtype, contract=mode.contract_for(op, a.dtype))
 
 
@@ -57,7 +57,7 @@ def _exact(ranks: tuple[int, int], op: str, mode: Any, a: Any, b: Any, out_dtype
         return NotImplemented
     if a.shape[-1] != b.shape[max(-2, -b.dim())] or a.shape[:-2] != b.shape[:-2]:
         return NotImplemented
-    return finish(_product(mode, op, *pair, out_dtype), out)
+    return finish(product(mode, op, *pair, out_dtype), out)
 
 
 def mm(mode: Any, input: Any, mat2: Any, out_dtype: Any = None, *, out: Any = None) -> Any:
@@ -82,17 +82,15 @@ def matmul(mode: Any, input: Any, other: Any, *, out: Any = None) -> Any:
     ranks = [x.dim() if isinstance(x, torch.Tensor) else 0 for x in (input, other)]
     if 0 in ranks:
         return NotImplemented
-    if ranks[1] == 1:
-        op = "dot" if ranks[0] == 1 else "mv"
-    else:
-        op = "mm" if ranks[1] == 2 else "bmm"
+    vector = "dot" if ranks[0] == 1 else "mv"
+    op = {1: vector, 2: "mm"}.get(ranks[1], "bmm")
     pair = _operands(mode, op, input, other)
     if pair is None or input.shape[-1] != other.shape[max(-2, -ranks[1])]:
         return NotImplemented
     for m, n in zip(reversed(input.shape[:-2]), reversed(other.shape[:-2]), strict=False):
         if m != n and 1 not in (m, n):
             return NotImplemented
-    return finish(_product(mode, op, *pair), out)
+    return finish(product(mode, op, *pair), out)
 
 
 def rmatmul(mode: Any, self: Any, other: Any) -> Any:
@@ -131,11 +129,11 @@ def _plus(op: str, mode: Any, input: Any, a: Any, b: Any, beta: Any, alpha: Any,
     if beta == 0:
         input = None
         if alpha == 1:
-            return finish(_product(mode, op, a, b, out_dtype), out)
+            return finish(product(mode, op, a, b, out_dtype), out)
     elif op == "addmm" and alpha == 1 and beta == 1 and input.dim() == 1 and input.shape[0] == b.shape[1]:
         result = functional.linear(a, b.t(), input, out_dtype=out_dtype, contract=mode.contract_for(op, a.dtype))
         return finish(result, out)
-    acc = _product(mode, op, a, b, torch.float32)
+    acc = product(mode, op, a, b, torch.float32)
     return finish(affine(acc, input, float(alpha), float(beta), dtype), out)
 
 
@@ -199,13 +197,27 @@ def inner(mode: Any, input: Any, other: Any, *, out: Any = None) -> Any:
     return tensordot(mode, input, other, [-1], [-1], out=out)
 
 
-def tensordot(mode: Any, a: Any, b: Any, dims_a: Any = 2, dims_b: Any = None, *, out: Any = None, **named: Any) -> Any:
-    """torch._VF.tensordot: the contracted dimensions are flattened, in the order in which they are given."""
-    dims_a, dims_b = named.get("dims_self", dims_a), named.get("dims_other", dims_b)
-    if dims_b is None or not mode.covers("mm", a, b) or len(dims_a) != len(dims_b):
+def tensordot(mode: Any, a: Any, b: Any, dims: Any = 2, dims_other: Any = None, *, out: Any = None) -> Any:
+    """torch.tensordot and torch._VF.tensordot: the contracted dimensions are flattened, in the order in which they are
+    given."""
+    if not mode.covers("mm", a, b) or a.dtype != b.dtype:
+        return NotImplemented
+    if dims_other is not None:
+        dims_a, dims_b = dims, dims_other
+    elif isinstance(dims, int):
+        if not 0 <= dims <= min(a.dim(), b.dim()):
+            return NotImplemented
+        dims_a, dims_b = range(a.dim() - dims, a.dim()), range(dims)
+    elif isinstance(dims, (tuple, list)) and len(dims) == 2:
+        dims_a, dims_b = ([d] if isinstance(d, int) else d for d in dims)
+    else:
+        return NotImplemented
+    if len(dims_a) != len(dims_b) or not all(
+        -x.dim() <= d < x.dim() for x, ds in ((a, dims_a), (b, dims_b)) for d in ds
+    ):
         return NotImplemented
     dims_a, dims_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
-    if any(a.shape[i] != b.shape[j] for i, j in zip(dims_a, dims_b, strict=True)) or a.dtype != b.dtype:
+    if any(a.shape[i] != b.shape[j] for i, j in zip(dims_a, dims_b, strict=True)):
         return NotImplemented
     free_a = [d for d in range(a.dim()) if d not in dims_a]
     free_b = [d for d in range(b.dim()) if d not in dims_b]
@@ -213,7 +225,7 @@ def tensordot(mode: Any, a: Any, b: Any, dims_a: Any = 2, dims_b: Any = None, *,
     k = functools.reduce(lambda x, y: x * y, (a.shape[d] for d in dims_a), 1)
     left = a.permute(*free_a, *dims_a).reshape(_count(a, free_a), k)
     right = b.permute(*dims_b, *free_b).reshape(k, _count(b, free_b))
-    return finish(_product(mode, "mm", *ops.autocast(left, right)).reshape(shape), out)
+    return finish(product(mode, "mm", *ops.autocast(left, right)).reshape(shape), out)
 
 
 def _count(x: Any, dims: Any) -> Any:
@@ -243,106 +255,7 @@ def vecdot(mode: Any, x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
         return NotImplemented
     x, y = torch.broadcast_tensors(x, y)
     x, y = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
-    return finish(_product(mode, "dot", *ops.autocast(x, y)).squeeze(-1).squeeze(-1), out)
-
-
-def einsum(mode: Any, equation: Any, *operands: Any) -> Any:
-    """torch._VF.einsum, pair by pair from left to right: a label in two operands and not in the result is contracted,
-    several of them flattened in the order in which the first operand has them."""
-    if len(operands) == 1 and not isinstance(operands[0], torch.Tensor):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or not mode.covers("bmm", *operands):
-        return NotImplemented
-    parsed = _parse(equation, operands)
-    if parsed is None:
-        return NotImplemented
-    terms, target = parsed
-    pairs = [_diagonal(x, labels) for x, labels in zip(operands, terms, strict=True)]
-    x, labels = pairs[0]
-    for i, (y, others) in enumerate(pairs[1:], 2):
-        needed = set(target).union(*(later for _, later in pairs[i:]))
-        x, labels = _contract(mode, x, labels, y, others, needed)
-    x, labels = _summed(mode, x, labels, set(target))
-    return x.permute([labels.index(label) for label in target])
-
-
-def _parse(equation: str, operands: Any) -> tuple[list[str], str] | None:
-    """Labels of each operand and of the result, an ellipsis written out; None for what PyTorch is to refuse."""
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(operands):
-        return None
-    spare = [c for c in string.printable if not c.isalnum() and not c.isspace() and c not in ".,->"]
-    spare += [chr(c) for c in range(0x100, 0x140)]
-    widths = [x.dim() - len(term.replace("...", "")) for x, term in zip(operands, terms, strict=True)]
-    if any(w < 0 or (w and "..." not in term) for w, term in zip(widths, terms, strict=True)):
-        return None
-    widest = max((w for w, term in zip(widths, terms, strict=True) if "..." in term), default=0)
-    dots = "".join(spare[:widest])
-    terms = [term.replace("...", dots[widest - w :]) for w, term in zip(widths, terms, strict=True)]
-    if arrow:
-        target = right.replace("...", dots)
-    else:
-        every = "".join(terms)
-        target = dots + "".join(sorted(c for c in set(every) if every.count(c) == 1 and c not in dots))
-    sizes: dict[str, Any] = {}
-    for x, term in zip(operands, terms, strict=True):
-        for n, label in zip(x.shape, term, strict=True):
-            if sizes.get(label, 1) != 1 and n not in (1, sizes[label]):
-                return None
-            sizes[label] = n if sizes.get(label, 1) == 1 else sizes[label]
-    if len(set(target)) != len(target) or not set(target) <= set(sizes):
-        return None
-    return terms, target
-
-
-def _diagonal(x: Any, labels: str) -> tuple[Any, list[str]]:
-    found = list(labels)
-    for label in set(labels):
-        while found.count(label) > 1:
-            i = found.index(label)
-            j = found.index(label, i + 1)
-            x = x.diagonal(dim1=i, dim2=j).movedim(-1, i)
-            del found[j]
-    return x, found
-
-
-def _summed(mode: Any, x: Any, labels: list[str], kept: set[str]) -> tuple[Any, list[str]]:
-    """x summed over the labels that nobody needs."""
-    from .reductions import sum_over
-
-    dims = [i for i, label in enumerate(labels) if label not in kept]
-    return (sum_over(x, dims), [label for label in labels if label in kept]) if dims else (x, labels)
-
-
-def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: set[str]) -> tuple[Any, list[str]]:
-    x, xs = _summed(mode, x, xs, needed | set(ys))
-    y, ys = _summed(mode, y, ys, needed | set(xs))
-    both = [label for label in xs if label in ys]
-    contracted = [label for label in both if label not in needed]
-    batch = [label for label in both if label in needed]
-    only_x = [label for label in xs if label not in ys]
-    only_y = [label for label in ys if label not in xs]
-    sizes = {label: n for labels, z in ((xs, x), (ys, y)) for label, n in zip(labels, z.shape, strict=True) if n != 1}
-
-    def laid(z: Any, labels: list[str], order: list[str]) -> Any:
-        z = z.permute([labels.index(label) for label in order])
-        return z.expand([sizes.get(label, 1) if label in both else n for label, n in zip(order, z.shape, strict=True)])
-
-    result = [*batch, *only_x, *only_y]
-    left, right = laid(x, xs, [*batch, *only_x, *contracted]), laid(y, ys, [*batch, *contracted, *only_y])
-    if not contracted:  # nothing is summed
-        for _ in only_y:
-            left = left.unsqueeze(-1)
-        right = right.reshape(*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :])
-        return left * right, result
-    stack, n = left.shape[: len(batch)], len(contracted)
-    rows, columns = left.shape[len(batch) : left.dim() - n], right.shape[len(batch) + n :]
-    k = functools.reduce(lambda p, q: p * q, left.shape[left.dim() - n :], 1)
-    m = functools.reduce(lambda p, q: p * q, rows, 1)
-    c = functools.reduce(lambda p, q: p * q, columns, 1)
-    left, right = ops.autocast(left.reshape(*stack, m, k), right.reshape(*stack, k, c))
-    return _product(mode, "bmm", left, right).reshape(*stack, *rows, *columns), result
+    return finish(product(mode, "dot", *ops.autocast(x, y)).squeeze(-1).squeeze(-1), out)
 
 
 # By PyTorch's name for the function, the method or the aten op.

@@ -34,31 +34,31 @@ def sum(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend:
     Raises:
         As `detkern.rows.sum`.
     """
-    return _run("sum", out_dtype, backend, x)  # type: ignore[no-any-return]
+    return _run("sum", out_dtype, backend, x)
 
 
 def mean(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
     """The mean of each row, `detkern.rows.mean`. Args, returns, raises: as `sum`."""
-    return _run("mean", out_dtype, backend, x)  # type: ignore[no-any-return]
+    return _run("mean", out_dtype, backend, x)
 
 
 def mean_square(
     x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
 ) -> torch.Tensor:
     """The mean of each row's squares, `detkern.rows.mean_square`. Args, returns, raises: as `sum`."""
-    return _run("mean_square", out_dtype, backend, x)  # type: ignore[no-any-return]
+    return _run("mean_square", out_dtype, backend, x)
 
 
 def softmax(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
     """The softmax of each row, `detkern.rows.softmax`. Returns [.., N], contiguous. Args, raises: as `sum`."""
-    return _run("softmax", out_dtype, backend, x)  # type: ignore[no-any-return]
+    return _run("softmax", out_dtype, backend, x)
 
 
 def log_softmax(
     x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
 ) -> torch.Tensor:
     """The log-softmax of each row, `detkern.rows.log_softmax`. Returns [.., N], contiguous. Args, raises: as `sum`."""
-    return _run("log_softmax", out_dtype, backend, x)  # type: ignore[no-any-return]
+    return _run("log_softmax", out_dtype, backend, x)
 
 
 _SETTINGS = "ScalarType? out_dtype=None, str? backend=None) -> Tensor"
