@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..autograd.torch import bias_gradient
 from . import ops, route, rows
 
 __all__ = ["affine", "sum_to"]
@@ -42,6 +43,9 @@ def sum_to(x: Any, shape: Any) -> Any:
     summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
     if not summed:
         return x
+    if summed == list(range(lead)) and x.dim() > lead == x.dim() - 1:
+        # The sum of all rows: the same chain by a kernel that reads along the rows.
+        return bias_gradient(x, torch.float32, None)
     kept = [i for i in range(x.dim()) if i not in summed]
     moved = x.permute(*kept, *summed).reshape(*(x.shape[i] for i in kept), -1)
     return rows.sum(moved, out_dtype=torch.float32).reshape(shape)

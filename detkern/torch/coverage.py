@@ -1,6 +1,7 @@
 """What batch_invariant_mode does with each function that PyTorch lets it see.
 
-- A *handler* computes it by detkern (products.py, reductions.py).
+- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, pointwise.py,
+  broadcasting.py).
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
 - *Uncovered* names multiply matrices in kernels of their own: strict refuses them.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import products, reductions
+from . import broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = ["HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "name_of"]
@@ -33,7 +34,7 @@ def name_of(func: Any) -> str:
 def _by_function() -> dict[Any, Callable[..., Any]]:
     """The handlers by what a mode is given: functions of torch, methods, aten ops with all their overloads."""
     found: dict[Any, Callable[..., Any]] = {}
-    for name, handler in {**products.HANDLERS, **reductions.HANDLERS}.items():
+    for name, handler in {**products.HANDLERS, **reductions.HANDLERS, **pointwise.HANDLERS}.items():
         for place in (
             torch,
             torch.Tensor,
@@ -50,12 +51,18 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
             found[packet] = handler
             for overload in packet.overloads():
                 found[getattr(packet, overload)] = handler
+    for name in broadcasting.NAMES:
+        for place in (torch, torch.Tensor):
+            func = getattr(place, name, None)
+            if callable(func):
+                found[func] = broadcasting.handler_of(func, name)
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
     found[torch.chain_matmul] = products.chain_matmul
     found[torch._VF.einsum] = found[torch.einsum] = einsum
     found[torch._VF.tensordot] = found[torch.tensordot] = products.tensordot
+    found[F.silu] = pointwise.functional_silu
     found[F.softmax] = reductions.functional_softmax
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.cross_entropy] = reductions.cross_entropy
