@@ -43,7 +43,7 @@ def sum_to(x: Any, shape: Any) -> Any:
     summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
     if not summed:
         return x
-    if summed == list(range(lead)) and x.dim() > lead == x.dim() - 1:
+    if len(shape) == 1 and summed == list(range(lead)):
         # The sum of all rows: the same chain by a kernel that reads along the rows.
         return bias_gradient(x, torch.float32, None)
     kept = [i for i in range(x.dim()) if i not in summed]

@@ -39,7 +39,7 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _needs(mode: Any, x: Any) -> bool:
-    return (
+    return bool(
         isinstance(x, torch.Tensor)
         and x.requires_grad
         and type(x) in (torch.Tensor, torch.nn.Parameter)
@@ -49,7 +49,7 @@ def _needs(mode: Any, x: Any) -> bool:
 
 
 def _watched() -> bool:
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return bool(torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def handler_of(func: Any, name: str) -> Callable[..., Any]:
