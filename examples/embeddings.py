@@ -25,6 +25,7 @@ from typing import Any
 
 import click
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -135,6 +136,8 @@ def main(folder: Path | None, device: str, dtype: str, picture: Path | None) -> 
     """Compare embeddings of sentences alone and together. Exit code 1 where the mode's bits differ."""
     console = Console(width=110)
     folder = model_folder(folder)
+    transformers.utils.logging.set_verbosity_error()  # the pooler's weights are not used
+    transformers.utils.logging.disable_progress_bar()
     model = BertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
     model = model.to(torch.device(device), getattr(torch, dtype)).eval()
     found = measure(model, tokens_of(folder))
