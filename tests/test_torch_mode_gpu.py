@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-import torch.nn.functional as F  # noqa: E402
-from frameworks import same_bits  # noqa: E402
-from language_models import MODELS, logits, make_model, prompts  # noqa: E402
+import torch.nn.functional as F
+from frameworks import same_bits
+from language_models import MODELS, logits, make_model, prompts
 
-import detkern  # noqa: E402
-from detkern.torch import batch_invariant_mode  # noqa: E402
+import detkern
+from detkern.torch import batch_invariant_mode
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,9 @@ def test_a_captured_graph_replays_the_modes_bits() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = run(ids)
-    for given, wanted in zip((first, second), expected, strict=True):  # outside of the mode: the graph holds its kernels
+    for given, wanted in zip(
+        (first, second), expected, strict=True
+    ):  # outside of the mode: the graph holds its kernels
         ids.copy_(given)
         graph.replay()
         assert same_bits(captured, wanted)

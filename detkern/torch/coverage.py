@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from . import broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
-__all__ = ["HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "name_of"]
+__all__ = ["HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
 
 
 def name_of(func: Any) -> str:
@@ -89,6 +89,20 @@ _UNCOVERED = """
     _sparse_semi_structured_mm _sparse_semi_structured_addmm
 """
 UNCOVERED = frozenset(_UNCOVERED.split())
+
+# Composed below Python of products or softmaxes: watched as they run, but not seen by torch.compile, which traces functions.
+UNSEEN_WHEN_COMPILED = frozenset(
+    (
+        "matrix_power",
+        "linalg_matrix_power",
+        "matrix_exp",
+        "linalg_matrix_exp",
+        "cov",
+        "corrcoef",
+        "pinverse",
+        "linalg_pinv",
+    )
+)
 
 
 def _pointwise() -> set[str]:

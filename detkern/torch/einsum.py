@@ -123,4 +123,4 @@ def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: s
     m = functools.reduce(lambda p, q: p * q, rows, 1)
     c = functools.reduce(lambda p, q: p * q, columns, 1)
     left, right = ops.autocast(left.reshape(*stack, m, k), right.reshape(*stack, k, c))
-    return product(mode, "bmm", left, right).reshape(*stack, *rows, *columns), result
+    return product(mode, "bmm", left, right).reshape([*stack, *rows, *columns]), result

@@ -116,7 +116,11 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         if name in coverage.UNCOVERED:
             self.uncovered(name, "", *args, *kwargs.values())
             return func(*args, **kwargs)
-        if torch.compiler.is_compiling() or (isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern"):
+        if torch.compiler.is_compiling():
+            if name in coverage.UNSEEN_WHEN_COMPILED:
+                self.uncovered(name, "a compiled graph", *args, *kwargs.values())
+            return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs)))
         with Watch(self, name, recorded):
@@ -159,7 +163,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _subject(name: str, why: str, what: str) -> str:
-    return f"{name}: {why} {what}" if what != "is not covered" else f"{name}{' of ' + why if why else ''} {what}"
+    return f"{name}: {why} {what}" if what != "is not covered" else f"{name}{f' ({why})' if why else ''} {what}"
 
 
 def _refusal(name: str, why: str, what: str) -> str:

@@ -51,6 +51,8 @@ def _types(mode: Any, op: str, x: Any, dtype: Any, out: Any) -> tuple[Any, Any] 
         dtype = out.dtype
     if not isinstance(x, torch.Tensor):
         return None
+    if dtype in (torch.float32, *_NARROW) and not x.is_floating_point() and not x.is_complex():
+        x = x.to(dtype)
     if dtype is not None and dtype != x.dtype and dtype not in (torch.float32, *_NARROW):
         if mode.covers(op, x) and (dtype.is_floating_point or dtype.is_complex):
             mode.uncovered(op, str(dtype), x)
