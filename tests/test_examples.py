@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 FOLDER = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """PyTorch's threads cost more than they bring at these sizes, much more where other processes run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def load(name: str) -> Any:

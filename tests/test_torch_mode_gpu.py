@@ -79,6 +79,7 @@ def test_a_captured_graph_replays_the_modes_bits() -> None:
         expected = [run(ids) for ids in (first, second)]
         ids = first.clone()
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run(ids)
         torch.cuda.current_stream().wait_stream(side)
