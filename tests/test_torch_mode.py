@@ -104,14 +104,19 @@ REDUCTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "log_softmax": (lambda: torch.log_softmax(X, 2), lambda: rows.log_softmax(X)),
     "LogSoftmax": (lambda: torch.nn.LogSoftmax(-1)(X), lambda: rows.log_softmax(X)),
 }  # fmt: skip
-EVERY = {**PRODUCTS, **REDUCTIONS}
+NEWER = [name for name in PRODUCTS if "dtype" in name]  # PyTorch has them since 2.8
+EVERY = {
+    name: both
+    for name, both in {**PRODUCTS, **REDUCTIONS}.items()
+    if name not in NEWER or "dtype" in aten.mm.overloads()
+}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_each_name_has_detkerns_bits_inside_and_pytorchs_outside(name: str) -> None:
     call, wanted = EVERY[name]
-    dtyped = "dtype" in name and name not in ("sum, dtype", "softmax, dtype")  # PyTorch has these on CUDA alone
-    before = None if dtyped or name.startswith("aten._softmax") else call()
+    # On the CPU PyTorch lacks some.
+    before = None if name in NEWER or name.startswith("aten._softmax") else call()
     with batch_invariant_mode(strict=True):
         got = call()
     assert same_bits(got.contiguous(), wanted().contiguous())
@@ -198,7 +203,7 @@ def test_the_backward_of_a_forward_inside_follows_it_anywhere() -> None:
     for a, b, c, d in zip(torch.autograd.grad(loss, leaves), inside, found, plain, strict=True):
         assert same_bits(a, b)
         assert same_bits(a, c)
-        torch.testing.assert_close(a, d, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(a, d, rtol=1e-3, atol=1e-4)
     for before, after in zip(plain, torch.autograd.grad(_losses(*leaves), leaves), strict=True):
         assert same_bits(before, after)
 
@@ -302,11 +307,12 @@ def test_strict_raises_where_nothing_is_covered_and_else_it_is_said_once(name: s
 
 def test_strict_refuses_fp8_and_grouped_products_before_they_run() -> None:
     a, scale = torch.zeros(16, 16), torch.ones(1)
-    for op, arguments in (
-        (torch._scaled_mm, (a, a, scale, scale)), (torch._grouped_mm, (a, a)), (torch._scaled_grouped_mm, (a, a, scale, scale)),
-    ):  # fmt: skip
-        with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match=op.__name__):
-            op(*arguments)
+    operands = {"_scaled_mm": (a, a, scale, scale), "_grouped_mm": (a, a), "_scaled_grouped_mm": (a, a, scale, scale)}
+    here = {name: given for name, given in operands.items() if hasattr(torch, name)}
+    assert "_scaled_mm" in here
+    for name, arguments in here.items():
+        with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match=name):
+            getattr(torch, name)(*arguments)
 
 
 def test_whole_numbers_are_exact_and_pass() -> None:

@@ -80,14 +80,15 @@ def _parse(equation: str, operands: Any) -> tuple[list[str], str] | None:
 
 
 def _diagonal(x: Any, labels: str) -> tuple[Any, list[str]]:
-    found = list(labels)
-    for label in set(labels):
+    """x with a label that it has more than once made one dimension, the first of them."""
+    found = labels
+    for label in sorted(set(labels)):
         while found.count(label) > 1:
             i = found.index(label)
             j = found.index(label, i + 1)
             x = x.diagonal(dim1=i, dim2=j).movedim(-1, i)
-            del found[j]
-    return x, found
+            found = found[:j] + found[j + 1 :]
+    return x, list(found)
 
 
 def _summed(mode: Any, x: Any, labels: list[str], kept: set[str]) -> tuple[Any, list[str]]:
