@@ -16,24 +16,23 @@ __all__ = ["einsum"]
 
 
 def einsum(mode: Any, equation: Any, *operands: Any) -> Any:
-    """torch.einsum, pair by pair from left to right (the cheapest order depends on sizes): a label in two operands and not in the result is contracted,
-    several of them flattened in the order in which the first operand has them."""
+    """torch.einsum, pair by pair from left to right: the cheapest order depends on sizes. A label in two operands that
+    nobody needs any more is contracted, several of them flattened in the order in which the first operand has them."""
     if len(operands) == 1 and not isinstance(operands[0], torch.Tensor):
         operands = tuple(operands[0])
     if not isinstance(equation, str):
         equation, operands = _equation((equation, *operands))
     if not operands or not mode.covers("bmm", *operands):
         return NotImplemented
-    parsed = _parse(equation, operands)
-    if parsed is None:
+    parsed = _parse(equation, tuple([x.dim() for x in operands]))
+    if parsed is None or not _fit(parsed[0], operands):
         return NotImplemented
-    terms, target = parsed
-    pairs = [_diagonal(x, labels) for x, labels in zip(operands, terms, strict=True)]
-    x, labels = pairs[0]
-    for i, (y, others) in enumerate(pairs[1:], 2):
-        needed = set(target).union(*(later for _, later in pairs[i:]))
-        x, labels = _contract(mode, x, labels, y, others, needed)
-    x, labels = _summed(mode, x, labels, set(target))
+    terms, target, needed = parsed
+    x, labels = _diagonal(operands[0], terms[0])
+    for i in range(1, len(operands)):
+        y, others = _diagonal(operands[i], terms[i])
+        x, labels = _contract(mode, x, labels, y, others, needed[i])
+    x, labels = _summed(mode, x, labels, target)
     return x.permute([labels.index(label) for label in target])
 
 
@@ -49,40 +48,47 @@ def _equation(arguments: Any) -> tuple[str, Any]:
     return ",".join(written(term) for term in terms) + result, operands
 
 
-def _parse(equation: str, operands: Any) -> tuple[list[str], str] | None:
-    """Labels of each operand and of the result, an ellipsis written out; None for what PyTorch is to refuse."""
+def _parse(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
+    """Labels of each operand and of the result, an ellipsis written out, and for each operand the labels that are needed
+    after it; None for what PyTorch is to refuse."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != len(operands):
+    if len(terms) != len(ranks):
         return None
-    spare = [c for c in string.printable if not c.isalnum() and not c.isspace() and c not in ".,->"]
-    spare += [chr(c) for c in range(0x100, 0x140)]
-    widths = [x.dim() - len(term.replace("...", "")) for x, term in zip(operands, terms, strict=True)]
+    spare = [chr(c) for c in range(0x100, 0x140)]
+    widths = [rank - len(term.replace("...", "")) for rank, term in zip(ranks, terms, strict=True)]
     if any(w < 0 or (w and "..." not in term) for w, term in zip(widths, terms, strict=True)):
         return None
-    widest = max([0, *(w for w, term in zip(widths, terms, strict=True) if "..." in term)])
+    widest = max(w if "..." in term else 0 for w, term in zip(widths, terms, strict=True))
     dots = "".join(spare[:widest])
     terms = [term.replace("...", dots[widest - w :]) for w, term in zip(widths, terms, strict=True)]
+    every = "".join(terms)
     if arrow:
         target = right.replace("...", dots)
     else:
-        every = "".join(terms)
         target = dots + "".join(sorted(c for c in set(every) if every.count(c) == 1 and c not in dots))
+    if len(set(target)) != len(target) or not set(target) <= set(every):
+        return None
+    return tuple(terms), target, tuple(target + "".join(terms[i + 1 :]) for i in range(len(terms)))
+
+
+_parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _fit(terms: tuple[str, ...], operands: Any) -> bool:
+    """Whether a label has one size in all operands, apart from 1."""
     sizes: dict[str, Any] = {}
     for x, term in zip(operands, terms, strict=True):
         for n, label in zip(x.shape, term, strict=True):
-            if sizes.get(label, 1) != 1 and n not in (1, sizes[label]):
-                return None
-            sizes[label] = n if sizes.get(label, 1) == 1 else sizes[label]
-    if len(set(target)) != len(target) or not set(target) <= set(sizes):
-        return None
-    return terms, target
+            if n != 1 and sizes.setdefault(label, n) != n:
+                return False
+    return True
 
 
 def _diagonal(x: Any, labels: str) -> tuple[Any, list[str]]:
     """x with a label that it has more than once made one dimension, the first of them."""
     found = labels
-    for label in sorted(set(labels)):
+    for label in labels:
         while found.count(label) > 1:
             i = found.index(label)
             j = found.index(label, i + 1)
@@ -91,21 +97,25 @@ def _diagonal(x: Any, labels: str) -> tuple[Any, list[str]]:
     return x, list(found)
 
 
-def _summed(mode: Any, x: Any, labels: list[str], kept: set[str]) -> tuple[Any, list[str]]:
+def _summed(mode: Any, x: Any, labels: list[str], kept: Any) -> tuple[Any, list[str]]:
     """x summed over the labels that nobody needs."""
     dims = [i for i, label in enumerate(labels) if label not in kept]
     return (sum_over(x, dims), [label for label in labels if label in kept]) if dims else (x, labels)
 
 
-def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: set[str]) -> tuple[Any, list[str]]:
-    x, xs = _summed(mode, x, xs, needed | set(ys))
-    y, ys = _summed(mode, y, ys, needed | set(xs))
+def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: str) -> tuple[Any, list[str]]:
+    x, xs = _summed(mode, x, xs, [*needed, *ys])
+    y, ys = _summed(mode, y, ys, [*needed, *xs])
     both = [label for label in xs if label in ys]
     contracted = [label for label in both if label not in needed]
     batch = [label for label in both if label in needed]
     only_x = [label for label in xs if label not in ys]
     only_y = [label for label in ys if label not in xs]
-    sizes = {label: n for labels, z in ((xs, x), (ys, y)) for label, n in zip(labels, z.shape, strict=True) if n != 1}
+    sizes: dict[str, Any] = {}
+    for labels, z in ((xs, x), (ys, y)):
+        for label, n in zip(labels, z.shape, strict=True):
+            if n != 1:
+                sizes[label] = n
 
     def laid(z: Any, labels: list[str], order: list[str]) -> Any:
         z = z.permute([labels.index(label) for label in order])
