@@ -181,6 +181,24 @@ def test_cross_entropy_is_pytorchs_made_of_covered_parts() -> None:
             torch.testing.assert_close(torch.autograd.grad(got.sum(), given)[0], slope)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_the_row_operation(dtype: Any) -> None:
+    x = torch.randn(5, 7, 40).to(dtype).requires_grad_()
+    norm = torch.nn.RMSNorm((7, 40), eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    for f in (norm, lambda x: F.rms_norm(x, (40,))):
+        plain = f(x)
+        with batch_invariant_mode(strict=True):
+            ours = f(x)
+        torch.testing.assert_close(ours, plain)
+        dy = torch.randn(5, 7, 40).to(dtype)
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+        wanted = torch.autograd.grad(plain, x, dy)[0]
+        torch.testing.assert_close(torch.autograd.grad(ours, x, dy)[0], wanted, **tolerance)
+    scale = torch.rsqrt(rows.mean_square(x.detach().float()) + torch.finfo(dtype).eps)
+    assert same_bits(ours.detach(), (x.detach().float() * scale[..., None]).to(dtype))
+
+
 def _losses(x: Any, w: Any, c: Any) -> Any:
     h = torch.addmm(c, x, w, beta=0.5, alpha=2).softmax(-1)
     return F.linear(torch.einsum("ij,kj->ik", h, w), w.t()).log_softmax(-1).mean(0).sum() + (x * c[:1]).mean()

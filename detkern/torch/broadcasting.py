@@ -14,7 +14,7 @@ import torch
 
 from .affine import sum_to
 
-__all__ = ["NAMES", "handler_of"]
+__all__ = ["NAMES", "expanded", "handler_of"]
 
 # With these names alone, and with an underscore for in place.
 _BINARY = (
@@ -36,6 +36,13 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         return sum_to(dy, ctx.shape).to(ctx.dtype), None
+
+
+def expanded(x: Any, shape: Any) -> Any:
+    """x.expand(shape), whose gradient is summed by chains where that is not the compiler's to do."""
+    return (
+        _Expand.apply(x, shape) if torch.is_grad_enabled() and x.requires_grad and not _watched() else x.expand(shape)
+    )
 
 
 def _needs(mode: Any, x: Any) -> bool:

@@ -65,6 +65,7 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
     found[F.silu] = pointwise.functional_silu
     found[F.softmax] = reductions.functional_softmax
     found[F.log_softmax] = reductions.functional_log_softmax
+    found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
     return found
 
@@ -147,7 +148,7 @@ _PLAIN = """
     index_fill index_fill_ gather take take_along_dim repeat repeat_interleave tile roll flip fliplr flipud rot90 pad
     diagonal diag diag_embed unfold nonzero argwhere argmax argmin max min amax amin aminmax topk sort argsort msort kthvalue
     mode median unique unique_consecutive bincount histc searchsorted bucketize multinomial cumprod cummax cummin
-    any all isin equal allclose isclose embedding one_hot layer_norm rms_norm native_layer_norm group_norm
+    any all isin equal allclose isclose embedding one_hot layer_norm native_layer_norm group_norm
     uniform_ normal_ random_ exponential_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
     constant_ zeros_ ones_ eye_ orthogonal_ resize_ resize_as_ _set_grad_enabled set_grad_enabled
     backward_hooks nll_loss nll_loss_nd pixel_shuffle max_pool1d max_pool2d max_pool3d glu prelu elu selu leaky_relu softplus

@@ -163,7 +163,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _subject(name: str, why: str, what: str) -> str:
-    return f"{name}: {why} {what}" if what != "is not covered" else f"{name}{f' ({why})' if why else ''} {what}"
+    if what == "is not covered":
+        return f"{name}{f' ({why})' if why else ''} is not covered by batch_invariant_mode"
+    return f"under batch_invariant_mode {why} {name} {what}"
 
 
 def _refusal(name: str, why: str, what: str) -> str:
@@ -173,14 +175,14 @@ def _refusal(name: str, why: str, what: str) -> str:
         advice = "cast the operands to float32, float16 or bfloat16"
     else:
         advice = "docs/batch-invariant-mode.md lists what is"
-    return f"{_subject(name, why, what)} by batch_invariant_mode; {advice}, or strict=False lets PyTorch compute it"
+    return f"{_subject(name, why, what)}; {advice}, or strict=False lets PyTorch compute it"
 
 
 def _say_once(name: str, subject: str) -> None:
     if (name, subject) not in _said:
         _said.add((name, subject))
         warnings.warn(
-            f"{subject} by batch_invariant_mode: its bits are PyTorch's own and may depend on the batch",
+            f"{subject}: its bits are PyTorch's own and may depend on the batch",
             stacklevel=4,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import rows
+from .broadcasting import expanded
 from .products import finish
 
 __all__ = ["HANDLERS", "cross_entropy", "sum_over"]
@@ -196,8 +197,23 @@ def _total(losses: Any, reduction: str, weights: Any) -> Any:
     return total.to(losses.dtype)
 
 
+def rms_norm(mode: Any, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """x / sqrt(mean_square(x) + eps) in float32, rounded to x's type, times weight."""
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
+    if not mode.covers("mean", input, *([] if weight is None else [weight])):
+        return NotImplemented
+    lead = input.dim() - len(shape)
+    if lead < 0 or not shape or tuple(input.shape[lead:]) != shape or (weight is not None and weight.shape != shape):
+        return NotImplemented
+    x = input.float()
+    square = rows.mean_square(x.reshape(*x.shape[:lead], -1))
+    factor = torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps))
+    normed = (x * expanded(factor.reshape(*x.shape[:lead], *(1,) * len(shape)), x.shape)).to(input.dtype)
+    return normed if weight is None else normed * expanded(weight, normed.shape)
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
     "sum": _reduction("sum"), "mean": _reduction("mean"), "softmax": softmax, "log_softmax": log_softmax,
     "_softmax": _raw(softmax), "_log_softmax": _raw(log_softmax), "special_softmax": softmax,
-    "special_log_softmax": log_softmax,
+    "special_log_softmax": log_softmax, "rms_norm": rms_norm,
 }  # fmt: skip

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import coverage
+from . import coverage, products
 
 __all__ = ["Watch"]
 
-# Their backward repeats or scales one number; there is no sum in it.
-_HARMLESS_BACKWARD = ("sum", "mean")
+# Their backward is made of products or sums. That of a sum repeats one number.
+_SUMMING_BACKWARD = frozenset(("softmax", "log_softmax", "_softmax", "_log_softmax", *products.HANDLERS))
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -41,9 +41,9 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             with torch.no_grad():
                 result = handler(self.mode, *args, **kwargs)
             if result is not NotImplemented:
-                if self.recorded and name not in _HARMLESS_BACKWARD:
+                if self.recorded and name in _SUMMING_BACKWARD:
                     self.mode.uncovered(
-                        self.name, f"the backward of the aten::{name} inside of it", *args, what="is PyTorch's own"
+                        self.name, f"the backward of aten::{name} inside of", *args, what="is PyTorch's own"
                     )
                 return result
         elif name in coverage.UNCOVERED:
