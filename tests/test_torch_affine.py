@@ -108,4 +108,5 @@ def test_a_sum_to_a_shape_is_one_row_major_chain() -> None:
     assert same_bits(sum_to(x, (5,)), detkern.bias_gradient(x))
     assert same_bits(sum_to(x, (4, 1)), flat(x.permute(1, 0, 2).reshape(4, 15))[:, None])
     assert same_bits(sum_to(x, ()), flat(x.reshape(-1)))
+    assert same_bits(sum_to(x[0], (1,)), flat(x[0].reshape(1, -1)))
     assert sum_to(x, (3, 4, 5)) is x

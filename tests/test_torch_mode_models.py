@@ -44,3 +44,40 @@ def test_a_models_gradients_do_not_depend_on_what_shares_the_batch() -> None:
             loss = torch.log_softmax(scores, -1)[..., 3].sum()
         found.append(torch.autograd.grad(loss, leaf)[0][0])
     assert same_bits(*found)
+
+
+def test_generation_gives_each_prompt_what_it_gives_it_alone() -> None:
+    model = make_model("qwen3", "cpu", torch.float32)
+    tokens = prompts(3, 128, "cpu")
+    longest = max(len(x) for x in tokens)
+    ids = torch.stack([torch.cat([x.new_zeros(longest - len(x)), x]) for x in tokens])
+    mask = torch.stack([torch.arange(longest) >= longest - len(x) for x in tokens]).long()
+
+    def generate(ids: Any, mask: Any) -> Any:
+        return model.generate(
+            ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+
+    with batch_invariant_mode(strict=True, contract={"bmm": "fma"}):
+        together = generate(ids, mask)
+        for i, x in enumerate(tokens):
+            alone = generate(x[None], torch.ones(1, len(x), dtype=torch.long))
+            assert torch.equal(alone.sequences[0, len(x) :], together.sequences[i, longest:])
+            for one, all_of_them in zip(alone.logits, together.logits, strict=True):
+                assert same_bits(one[0], all_of_them[i])
+
+
+def test_a_training_step_with_gradient_checkpointing_has_the_bits_of_one_without() -> None:
+    model = make_model("llama", "cpu", torch.float32).train()
+    ids = torch.randint(0, 128, (2, 19), generator=torch.Generator().manual_seed(5))
+    found = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with batch_invariant_mode(strict=True):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for without, with_it in zip(*found, strict=True):
+        assert same_bits(without, with_it)
