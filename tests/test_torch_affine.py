@@ -102,7 +102,7 @@ def test_the_registered_op_keeps_pytorchs_rules() -> None:
         torch.library.opcheck(torch.ops.detkern.affine.default, operands)
 
 
-def test_a_sum_to_a_shape_is_one_row_major_chain() -> None:
+def test_a_sum_to_a_shape_is_a_bias_gradient_or_a_row_sum() -> None:
     x = torch.randn(3, 4, 5)
     flat: Any = detkern.rows.sum
     assert same_bits(sum_to(x, (5,)), detkern.bias_gradient(x))

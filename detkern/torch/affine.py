@@ -38,13 +38,15 @@ def affine(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> A
 
 
 def sum_to(x: Any, shape: Any) -> Any:
-    """x summed to a shape that broadcasts to its own: one row-major chain over what was broadcast, in float32."""
+    """x summed, in float32, to a shape that broadcasts to its own.
+
+    To [N] by the chain of the bias gradient, which accumulates; else what was broadcast is one row of `rows.sum`.
+    """
     lead = x.dim() - len(shape)
     summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
     if not summed:
         return x
     if len(shape) == 1 and summed == list(range(lead)):
-        # The sum of all rows: the same chain by a kernel that reads along the rows.
         return bias_gradient(x, torch.float32, None)
     kept = [i for i in range(x.dim()) if i not in summed]
     moved = x.permute(*kept, *summed).reshape(*(x.shape[i] for i in kept), -1)

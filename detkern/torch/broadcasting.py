@@ -2,7 +2,7 @@
 
 PyTorch sums it in its backward, below Python, by a reduction whose order depends on the number of rows: that of the row's
 factor in an RMSNorm, of a norm's weight, of keys repeated for grouped queries. The mode makes the broadcast a step of its
-own, with the same values, whose backward sums by chains (`affine.sum_to`). Where nothing is recorded nothing changes.
+own, with the same values, whose backward sums by `affine.sum_to`. Where nothing is recorded nothing changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
 
 
 def expanded(x: Any, shape: Any) -> Any:
-    """x.expand(shape), whose gradient is summed by chains where that is not the compiler's to do."""
+    """x.expand(shape), whose gradient is summed by detkern where that is not the compiler's to do."""
     return (
         _Expand.apply(x, shape) if torch.is_grad_enabled() and x.requires_grad and not _watched() else x.expand(shape)
     )

@@ -1,7 +1,6 @@
 """Sums, means and softmaxes as PyTorch names them, under batch_invariant_mode; handlers as in products.py.
 
-A dimension that is not the last is moved there. Several dimensions are reduced one after another, the last first, in
-binary32 in between: a full sum of [M, N] is one chain over the sums of the rows, a full mean the mean of their means.
+Dimensions that are not the last are moved there; several are one row, with one rounding for all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ def sum_over(x: Any, dims: list[int], out_dtype: Any = None) -> Any:
 
 
 def _reduced(run: Callable[..., Any], x: Any, dims: list[int], out_dtype: Any) -> Any:
-    ordered = sorted(d % x.dim() for d in dims)
-    while ordered:
-        x = run(x.movedim(ordered.pop(), -1), out_dtype=torch.float32 if ordered else out_dtype)
-    return x
+    summed = sorted(d % x.dim() for d in dims)
+    last = list(range(x.dim() - len(summed), x.dim()))
+    moved = x if summed == last else x.movedim(summed, last)
+    return run(moved if len(summed) == 1 else moved.flatten(x.dim() - len(summed)), out_dtype=out_dtype)
 
 
 def _chosen(x: Any, dim: Any) -> list[int] | None:
@@ -44,7 +43,7 @@ def _chosen(x: Any, dim: Any) -> list[int] | None:
 
 
 def _types(mode: Any, op: str, x: Any, dtype: Any, out: Any) -> tuple[Any, Any] | None:
-    """x as it enters the chain, and the result's type; None where the mode does not cover them.
+    """x as it enters the sum, and the result's type; None where the mode does not cover them.
 
     A wider type is the result's alone: the operand's conversion is exact.
     """
@@ -156,7 +155,7 @@ def cross_entropy(
 ) -> Any:
     """torch.nn.functional.cross_entropy out of log_softmax and sums. PyTorch's is one call below Python.
 
-    With class indices the losses of all elements are one chain, and so are the weights that a mean divides by.
+    With class indices the losses of all elements are one row, and so are the weights that a mean divides by.
     """
     if not isinstance(input, torch.Tensor) or input.dim() == 0 or size_average is not None or reduce is not None:
         return NotImplemented

@@ -15,13 +15,12 @@ import torch
 from .. import rows
 from ..errors import ArgumentError, ShapeError
 from . import ops, route
-from .functional import matmul
 
 __all__ = ["OPS", "log_softmax", "mean", "mean_square", "softmax", "sum"]
 
 
 def sum(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
-    """The sum of each row by one ascending chain, `detkern.rows.sum`.
+    """The sum of each row, `detkern.rows.sum`.
 
     Args:
         x: [.., N], float32, float16 or bfloat16; any strides.
@@ -99,10 +98,8 @@ def _spread(dy: Any, width: Any, dtype: Any) -> Any:
 
 
 def _dot(u: Any, v: Any, backend: str | None) -> Any:
-    """One `fma` chain a row, in float32: what the softmax's backward sums its products by."""
-    return matmul(u.unsqueeze(-2), v.unsqueeze(-1), out_dtype=torch.float32, contract="fma", backend=backend).squeeze(
-        -1
-    )
+    """The sum of each row's products, [.., 1] in float32: each rounded, then the sum's rule, as in the gradient of softmax."""
+    return _run("sum", torch.float32, backend, u.float() * v.float()).unsqueeze(-1)
 
 
 def _sum_backward(ctx: Any, dy: Any) -> Any:
@@ -125,7 +122,7 @@ def _log_softmax_backward(ctx: Any, dy: Any) -> Any:
     return (_run("log_softmax_backward", ctx.dtypes[0], ctx.backend, dy, ctx.saved_tensors[0]),)
 
 
-# Those of the backwards. Between elementwise operations nothing is summed but by chains.
+# Those of the backwards. Between elementwise operations nothing is summed but by row sums.
 
 
 def _mean_backward_backward(ctx: Any, g: Any) -> Any:
