@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -17,7 +18,7 @@ from frameworks import same_bits
 import detkern
 from detkern import rows
 from detkern.errors import ArgumentError, ContractUnsupported
-from detkern.torch import batch_invariant_mode, mode
+from detkern.torch import batch_invariant_mode, coverage, mode
 
 torch.manual_seed(0)
 A, B, C = torch.randn(9, 70), torch.randn(70, 12), torch.randn(9, 12)
@@ -51,6 +52,9 @@ PRODUCTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "rmatmul": (lambda: B.__rmatmul__(A), lambda: detkern.gemm(A, B)),
     "linear": (lambda: F.linear(A3, B.t(), BIAS), lambda: detkern.linear(A3, B.t(), BIAS)),
     "linear of a slice": (lambda: F.linear(A3[:, 1:], B.t(), BIAS), lambda: detkern.linear(A3[:, 1:], B.t(), BIAS)),
+    "linear to a number": (lambda: F.linear(A3, B[:, 0]), lambda: detkern.gemm(A3, B[:, 0])),
+    "linear, one bias": (lambda: F.linear(A3, B.t(), BIAS[:1]), lambda: detkern.linear(A3, B.t()) + BIAS[0]),
+    "linear, bias of rows": (lambda: F.linear(A, B.t(), C), lambda: detkern.linear(A, B.t()) + C),
     "addmm with a bias": (lambda: torch.addmm(BIAS, A, B), lambda: detkern.gemm(A, B, bias=BIAS)),
     "addmm of 1, 1": (lambda: torch.addmm(C, A, B), lambda: detkern.gemm(A, B) + C),
     "addmm, beta 0": (lambda: torch.addmm(C * float("nan"), A, B, beta=0), lambda: detkern.gemm(A, B)),
@@ -93,6 +97,7 @@ REDUCTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "mean": (lambda: X.mean(-1, keepdim=True), lambda: rows.mean(X)[..., None]),
     "aten.mean.dim": (lambda: aten.mean.dim(X, [2]), lambda: rows.mean(X)),
     "mean of a first dimension": (lambda: X.mean(0), lambda: rows.mean(X.permute(1, 2, 0))),
+    "mean, dimension of NumPy": (lambda: X.mean(np.int64(2)), lambda: rows.mean(X)),
     "softmax": (lambda: F.softmax(X, -1), lambda: rows.softmax(X)),
     "softmax, dtype": (lambda: X.half().softmax(-1, torch.float32), lambda: rows.softmax(X.half(), out_dtype="float32")),
     "softmax of a middle dimension": (lambda: X.softmax(1), lambda: rows.softmax(X.transpose(1, 2)).transpose(1, 2)),
@@ -348,6 +353,17 @@ def test_what_is_composed_below_python_is_watched() -> None:
         assert same_bits(torch.linalg.matrix_power(a, 2), detkern.gemm(a, a))
         with torch.inference_mode():
             assert same_bits(torch.linalg.matrix_power(a, 2), detkern.gemm(a, a))
+
+
+def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for func in (torch.mm, torch.Tensor.mm, aten.mm.default):
+        monkeypatch.setitem(coverage.HANDLERS, func, lambda *_, **__: NotImplemented)
+    with batch_invariant_mode(strict=True):
+        with pytest.raises(ContractUnsupported, match=r"mm \(called in this way\) is not covered"):
+            torch.mm(A, B)
+        assert torch.equal(torch.mm(A.int(), B.int()), A.int() @ B.int())
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(A, A)
 
 
 def test_errors_of_bad_calls_are_pytorchs() -> None:

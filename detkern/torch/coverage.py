@@ -1,7 +1,8 @@
 """What batch_invariant_mode does with each function that PyTorch lets it see.
 
-- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, pointwise.py,
-  broadcasting.py).
+- A *handler* computes it by detkern (products.py, einsum.py, reductions.py). One that gives NotImplemented leaves the call to
+  PyTorch, watched.
+- *Elementwise* functions have handlers too (pointwise.py, broadcasting.py); most of their calls are PyTorch's.
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
 - *Uncovered* names multiply matrices in kernels of their own: strict refuses them.
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from . import broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
-__all__ = ["HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
+__all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
 
 
 def name_of(func: Any) -> str:
@@ -31,10 +32,10 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", "")
 
 
-def _by_function() -> dict[Any, Callable[..., Any]]:
-    """The handlers by what a mode is given: functions of torch, methods, aten ops with all their overloads."""
+def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Handlers by what a mode is given: functions of torch, methods, aten ops with all their overloads."""
     found: dict[Any, Callable[..., Any]] = {}
-    for name, handler in {**products.HANDLERS, **reductions.HANDLERS, **pointwise.HANDLERS}.items():
+    for name, handler in handlers.items():
         for place in (
             torch,
             torch.Tensor,
@@ -51,18 +52,17 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
             found[packet] = handler
             for overload in packet.overloads():
                 found[getattr(packet, overload)] = handler
-    for name in broadcasting.NAMES:
-        for place in (torch, torch.Tensor):
-            func = getattr(place, name, None)
-            if callable(func):
-                found[func] = broadcasting.handler_of(func, name)
+    return found
+
+
+def _summing() -> dict[Any, Callable[..., Any]]:
+    found = _by_function({**products.HANDLERS, **reductions.HANDLERS})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
     found[torch.chain_matmul] = products.chain_matmul
     found[torch._VF.einsum] = found[torch.einsum] = einsum
     found[torch._VF.tensordot] = found[torch.tensordot] = products.tensordot
-    found[F.silu] = pointwise.functional_silu
     found[F.softmax] = reductions.functional_softmax
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
@@ -70,7 +70,19 @@ def _by_function() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = _by_function()
+def _elementwise() -> dict[Any, Callable[..., Any]]:
+    found = _by_function(pointwise.HANDLERS)
+    found[F.silu] = pointwise.functional_silu
+    for name in broadcasting.NAMES:
+        for place in (torch, torch.Tensor):
+            func = getattr(place, name, None)
+            if callable(func):
+                found[func] = broadcasting.handler_of(func, name)
+    return found
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = _summing()
+ELEMENTWISE: dict[Any, Callable[..., Any]] = _elementwise()
 
 _UNCOVERED = """
     scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
@@ -174,7 +186,7 @@ def _python() -> dict[Any, Callable[..., Any]]:
     for holder in (F, torch.functional, torch.Tensor, torch.autograd):
         scopes: dict[int, dict[str, Any]] = {}
         for func in vars(holder).values():
-            if not isinstance(func, types.FunctionType) or func in HANDLERS:
+            if not isinstance(func, types.FunctionType) or func in HANDLERS or func in ELEMENTWISE:
                 continue
             asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
             if not asks or func.__name__ in PLAIN or func.__name__ in UNCOVERED:

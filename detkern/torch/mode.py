@@ -105,6 +105,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         handler = coverage.HANDLERS.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
+        handler = coverage.ELEMENTWISE.get(func)
+        if handler is not None:
+            result = handler(self, *args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
         python = coverage.PYTHON.get(func)
         if python is not None and not (torch.compiler.is_compiling() and func.__module__ != "torch.nn.functional"):
@@ -122,7 +128,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs)))
+        return self._left_to_pytorch(func, name, args, kwargs)
+
+    def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A call that may reach covered ops below Python: watched, where the mode is at work."""
+        tensors = [] if torch.compiler.is_compiling() else _tensors((args, kwargs))
+        if not any(x.device.type in self.device_types for x in tensors):
+            return func(*args, **kwargs)
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         with Watch(self, name, recorded):
             return func(*args, **kwargs)
 

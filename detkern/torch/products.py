@@ -101,12 +101,17 @@ def linear(mode: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     op = "mm" if bias is None else "addmm"
     if not mode.covers(op, input, weight):
         return NotImplemented
+    if weight.dim() == 1 and bias is None:
+        return matmul(mode, input, weight)
     x, w, b = ops.autocast(input, weight, bias)
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or x.dtype != w.dtype:
         return NotImplemented
+    contract = mode.contract_for(op, x.dtype)
     if b is None or (b.dim() == 1 and b.shape[0] == weight.shape[0] and b.dtype == x.dtype):
-        return functional.linear(x, w, b, contract=mode.contract_for(op, x.dtype))
-    return NotImplemented
+        return functional.linear(x, w, b, contract=contract)
+    if b.dtype != x.dtype or not _expands(b.shape, (*input.shape[:-1], weight.shape[0])):
+        return NotImplemented
+    return affine(functional.linear(x, w, out_dtype=torch.float32, contract=contract), b, 1.0, 1.0, x.dtype)
 
 
 def _plus(op: str, mode: Any, input: Any, a: Any, b: Any, beta: Any, alpha: Any, out_dtype: Any, out: Any) -> Any:
@@ -186,7 +191,7 @@ def addbmm(mode: Any, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, al
 def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
     def changed(mode: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = handler(mode, self, *args, **kwargs)
-        return result if result is NotImplemented or result.shape != self.shape else self.copy_(result)
+        return NotImplemented if result is NotImplemented or result.shape != self.shape else self.copy_(result)
 
     return changed
 

@@ -5,6 +5,7 @@ Dimensions that are not the last are moved there; several are one row, with one 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +36,18 @@ def _chosen(x: Any, dim: Any) -> list[int] | None:
     """The dimensions that dim means, or None for what PyTorch is to refuse."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(x.dim()))
-    dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list, torch.Size)) else None
-    if dims is None or not all(isinstance(d, int) and -x.dim() <= d < x.dim() for d in dims):
-        return None  # names among them
+    dims = [_number(d) for d in dim] if isinstance(dim, (tuple, list)) else [_number(dim)]
+    if any(d is None or not -x.dim() <= d < x.dim() for d in dims):
+        return None
     dims = [d % x.dim() for d in dims]
     return dims if len(set(dims)) == len(dims) else None
+
+
+def _number(dim: Any) -> Any:
+    """A dimension as a whole number; None for a name."""
+    if isinstance(dim, int):
+        return dim
+    return operator.index(dim) if hasattr(dim, "__index__") else None
 
 
 def _types(mode: Any, op: str, x: Any, dtype: Any, out: Any) -> tuple[Any, Any] | None:
@@ -109,7 +117,8 @@ def _softmax(op: str) -> Callable[..., Any]:
         x, result_dtype = typed
         if dim is None:
             dim = 0 if x.dim() in (0, 1, 3) else 1  # as torch.nn.functional chooses where none is given
-        if not isinstance(dim, int) or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
+        dim = _number(dim)
+        if dim is None or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
             return NotImplemented
         if x.dim() == 0:
             return finish(run(x.reshape(1), out_dtype=result_dtype).reshape(()), out)

@@ -40,13 +40,22 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if handler is not None:
             with torch.no_grad():
                 result = handler(self.mode, *args, **kwargs)
+            if result is NotImplemented:
+                result = func(*args, **kwargs)  # with PyTorch's error, where the call is wrong
+                if self.mode.covers(name, *(x for x in args if isinstance(x, torch.Tensor))):
+                    self.mode.uncovered(name, "called in this way", *args)
+            elif self.recorded and name in _SUMMING_BACKWARD:
+                self.mode.uncovered(
+                    self.name, f"the backward of aten::{name} inside of", *args, what="is PyTorch's own"
+                )
+            return result
+        elementwise = coverage.ELEMENTWISE.get(func)
+        if elementwise is not None:
+            with torch.no_grad():
+                result = elementwise(self.mode, *args, **kwargs)
             if result is not NotImplemented:
-                if self.recorded and name in _SUMMING_BACKWARD:
-                    self.mode.uncovered(
-                        self.name, f"the backward of aten::{name} inside of", *args, what="is PyTorch's own"
-                    )
                 return result
-        elif name in coverage.UNCOVERED:
+        if name in coverage.UNCOVERED:
             self.mode.uncovered(name, "", *args)
         else:
             with self:
