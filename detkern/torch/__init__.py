@@ -13,5 +13,10 @@ except ImportError as error:
 from .convert import convert, revert
 from .functional import bmm, linear, matmul
 from .layers import Linear, zero_main_grads
+from .mode import batch_invariant_mode
+from .rows import log_softmax, mean, mean_square, softmax, sum
 
-__all__ = ["Linear", "bmm", "convert", "linear", "matmul", "revert", "zero_main_grads"]
+__all__ = [
+    "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "matmul", "mean", "mean_square", "revert",
+    "softmax", "sum", "zero_main_grads",
+]  # fmt: skip

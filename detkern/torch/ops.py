@@ -18,7 +18,7 @@ from ..dtypes import DTYPES
 from ..errors import ArgumentError, DTypeError, ShapeError
 from . import batching
 
-__all__ = ["OPS", "autocast", "library", "torch_dtype"]
+__all__ = ["OPS", "autocast", "guarded", "library", "torch_dtype"]
 
 library = torch.library.Library("detkern", "FRAGMENT")
 
@@ -75,7 +75,7 @@ def _bias_gradient_accumulate(out: Any, dc: Any, backend: str | None = None) -> 
     api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
 
 
-def _guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that refuses forward-mode differentiation, whose tangents PyTorch drops at registered ops in silence."""
 
     @functools.wraps(kernel)
@@ -153,8 +153,8 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, _schema in _SCHEMAS.items():
     # Any strides are read where they lie, so a compiler need not copy an operand into those that it saw when tracing.
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    library.impl(_name, _guarded(_KERNELS[_name][0]), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"detkern::{_name}", _guarded(_KERNELS[_name][1]), lib=library)
+    library.impl(_name, guarded(_KERNELS[_name][0]), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"detkern::{_name}", guarded(_KERNELS[_name][1]), lib=library)
 
 
 # Autocast: torch.nn.functional.linear's and torch.matmul's own rule, which casts every floating operand, bias too, to the

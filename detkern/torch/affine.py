@@ -1,0 +1,164 @@
+"""beta * input + alpha * product, as torch.addmm has it: fma(beta, input, alpha * acc) on finished accumulators.
+
+docs/contracts.md, "alpha and beta": alpha * acc is rounded to binary32, then one fused multiply-add, then one rounding to
+the result's type. PyTorch has no elementwise fma that is one on every device, so it is made of binary64 operations:
+the product of two binary32 numbers is exact there, and the sum is rounded to odd, which makes the rounding to binary32
+that follows the only one (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+rounding to odd", IEEE Transactions on Computers 57, 2008).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..autograd.torch import bias_gradient
+from . import ops, route, rows
+
+__all__ = ["affine", "sum_to"]
+
+
+def affine(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+    """fma(beta, input, alpha * acc), rounded to out_dtype, with gradients.
+
+    Args:
+        acc: [*shape], float32: products with out_dtype=float32.
+        input: broadcastable to acc's shape, of any operand type; None where beta is 0, and it must be None then.
+        alpha, beta: rounded to binary32.
+        out_dtype: a torch dtype.
+    """
+    if input is None and alpha == 1:
+        return acc.to(out_dtype)
+    if not torch.compiler.is_compiling() and (
+        route.transformed() or (route.direct(acc, acc, input) and route.recorded(acc, acc, input))
+    ):
+        return _Affine.apply(acc, input, alpha, beta, out_dtype)
+    return torch.ops.detkern.affine.default(acc, input, alpha, beta, out_dtype)
+
+
+def sum_to(x: Any, shape: Any) -> Any:
+    """x summed, in float32, to a shape that broadcasts to its own.
+
+    To [N] by the chain of the bias gradient, which accumulates; else what was broadcast is one row of `rows.sum`.
+    """
+    lead = x.dim() - len(shape)
+    summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
+    if not summed:
+        return x
+    if len(shape) == 1 and summed == list(range(lead)):
+        return bias_gradient(x, torch.float32, None)
+    kept = [i for i in range(x.dim()) if i not in summed]
+    moved = x.permute(*kept, *summed).reshape(*(x.shape[i] for i in kept), -1)
+    return rows.sum(moved, out_dtype=torch.float32).reshape(shape)
+
+
+def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+    """The bits, on plain tensors."""
+    total = acc if alpha == 1 else acc * alpha
+    if input is not None:
+        # In place of the tensor that was made last, where nobody else has it.
+        total = total + input.float() if beta == 1 else _fma(input.float(), beta, total)
+    nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=acc.device).view(torch.float32)
+    total = torch.where(total.isnan(), nan, total)
+    if out_dtype is torch.float32:
+        return total
+    result = total.to(out_dtype)
+    nan16 = torch.full((), 0x7FFF, dtype=torch.int16, device=acc.device).view(out_dtype)
+    return torch.where(result.isnan(), nan16, result)
+
+
+def _fma(x: Any, factor: float, addend: Any) -> Any:
+    """x * factor + addend in float32, rounded once."""
+    scalar = torch.full((), factor, dtype=torch.float32, device=x.device).double()
+    product, addend = x.double() * scalar, addend.double()
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    # An inexact sum whose last bit is even is moved by one unit towards the exact value, whose bits are odd there. In
+    # sign and magnitude the magnitude grows where sum and error have one sign. Infinities and NaN have no finite error.
+    bits = total.view(torch.int64)
+    step = torch.where((total < 0) == (error < 0), 1, -1)
+    inexact = total.isfinite() & error.isfinite() & (error != 0) & (bits & 1 == 0)
+    return torch.where(inexact, bits + step, bits).view(torch.float64).float()
+
+
+def _gradients(ctx: Any, dc: Any) -> tuple[Any, Any]:
+    needs_acc, needs_input = ctx.needs_input_grad[:2]
+    dc = dc.float()
+    dacc = dinput = None
+    if needs_acc:
+        dacc = dc if ctx.alpha == 1 else dc * ctx.alpha
+    if needs_input and ctx.shape is not None:
+        scaled = dc if ctx.beta == 1 else dc * ctx.beta
+        dinput = sum_to(scaled, ctx.shape).to(ctx.dtype)
+    return dacc, dinput
+
+
+def _save(ctx: Any, acc: Any, input: Any, alpha: float, beta: float) -> None:
+    ctx.alpha, ctx.beta = alpha, beta
+    ctx.shape, ctx.dtype = (None, None) if input is None else (input.shape, input.dtype)
+
+
+class _Affine(torch.autograd.Function):  # type: ignore[misc]
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+        return _evaluate(acc.detach(), None if input is None else input.detach(), alpha, beta, out_dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, *inputs[:4])
+        ctx.out_dtype = output.dtype
+        ctx.full = output.shape
+
+    @staticmethod
+    def backward(ctx: Any, dc: Any) -> Any:
+        return *_gradients(ctx, dc), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dacc: Any, dinput: Any, *_: Any) -> Any:
+        zero = torch.zeros(ctx.full, device=(dacc if dacc is not None else dinput).device)
+        return affine(dacc if dacc is not None else zero, dinput, ctx.alpha, ctx.beta, ctx.out_dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+        return _batched(info.batch_size, in_dims[:2], acc, input, alpha, beta, out_dtype)
+
+
+def _batched(size: int, dims: Any, acc: Any, input: Any, *settings: Any) -> tuple[Any, int]:
+    acc = acc.expand(size, *acc.shape) if dims[0] is None else acc.movedim(dims[0], 0)
+    if input is not None and dims[1] is not None:
+        input = input.movedim(dims[1], 0)
+        input = input.reshape(size, *(1,) * (acc.dim() - input.dim()), *input.shape[1:])
+    return affine(acc, input, *settings), 0
+
+
+def _kernel(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+    with torch.no_grad():
+        return _evaluate(acc, input, alpha, beta, out_dtype)
+
+
+def _fake(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
+    return acc.new_empty(acc.shape, dtype=out_dtype)
+
+
+def _backward(ctx: Any, dc: Any) -> Any:
+    return *_gradients(ctx, dc), None, None, None
+
+
+def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    return _batched(info.batch_size, in_dims[:2], *arguments)
+
+
+ops.library.define(
+    "affine(Tensor acc, Tensor? input, float alpha, float beta, ScalarType out_dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+ops.library.impl("affine", ops.guarded(_kernel), "CompositeExplicitAutograd")
+torch.library.register_fake("detkern::affine", ops.guarded(_fake), lib=ops.library)
+torch.library.register_autograd(
+    "detkern::affine", _backward, setup_context=lambda ctx, inputs, output: _save(ctx, *inputs[:4]), lib=ops.library
+)
+torch.library.register_vmap("detkern::affine", _vmap, lib=ops.library)

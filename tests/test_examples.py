@@ -1,0 +1,131 @@
+"""The examples of whole models, small, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 76,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """PyTorch's threads cost more than they bring at these sizes, much more where other processes run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(name: str) -> Any:
+    """An example's module, as running it would import it."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_rollout_and_trainer_agree_to_the_bit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("rollout_vs_trainer")
+    monkeypatch.setattr(example, "SMALL", SMALL)
+    done = CliRunner().invoke(
+        example.main,
+        ["--model", model, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "rollout and trainer agree to the bit" in done.output
+    for layout in example.LAYOUTS:
+        assert layout in done.output
+    assert (tmp_path / f"rollout-{model}.png").stat().st_size > 5000
+
+
+def test_the_rollouts_comparison_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("rollout_vs_trainer")
+    monkeypatch.setattr(example, "SMALL", SMALL)
+    model = example.make_model("llama", 1, False, torch.device("cpu"), torch.float32)
+    start = example.prompts(4, 100, torch.device("cpu"))
+    sequences, _ = example.rollout(model, start, 3)
+    layout = example.packed(sequences, 16)
+    assert [start % 16 for _, start in layout.places] == [0] * 4
+    trained = example.trainer(model, layout, sequences, 3)
+    layout.positions[0, layout.places[1][1] + 2] += 1
+    moved = example.trainer(model, layout, sequences, 3)
+    assert [torch.equal(a, b) for a, b in zip(trained, moved, strict=True)] == [True, False, True, True]
+
+
+def test_training_twice_and_in_micro_batches(tmp_path: Path) -> None:
+    example = load("train_deterministic")
+    picture = tmp_path / "training.png"
+    done = CliRunner().invoke(
+        example.main,
+        ["--width", "32", "--layers", "1", "--batch", "4", "--steps", "2", "--cuts", "2", "--picture", str(picture)],
+    )  # fmt: skip
+    torch.use_deterministic_algorithms(False)
+    assert done.exit_code == 0, done.output
+    assert "every covered tensor is equal to the bit" in done.output
+    assert "DIFFERS" not in done.output
+    assert done.output.count("equal") >= 8
+    assert picture.stat().st_size > 5000
+
+
+def test_a_changed_micro_batch_is_seen() -> None:
+    example = load("train_deterministic")
+    settings = example.Settings(torch.device("cpu"), torch.float32, 32, 1, 4, 1, True)
+    model, tokens = settings.model(), settings.tokens(0)
+    whole = {name: x.clone() for name, x in example.gradients(model, tokens, 1, settings)[0].items()}
+    tokens[3, 5] += 1
+    parts, _ = example.gradients(model, tokens % 256, 2, settings)
+    assert all(example.differing(whole, parts)[name] for name in example.linear_weights(model))
+
+
+def test_embeddings_are_the_same_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("embeddings")
+    monkeypatch.setattr(example, "LENGTHS", (33,))
+    monkeypatch.setattr(example, "BATCHES", (3,))
+    monkeypatch.setattr(example, "SENTENCES", example.SENTENCES[:5])
+    folder = _encoder(tmp_path)
+    picture = tmp_path / "embeddings.png"
+    done = CliRunner().invoke(example.main, ["--model", str(folder), "--picture", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert "has its own bits everywhere" in done.output
+    assert picture.stat().st_size > 5000
+
+
+def _encoder(folder: Path) -> Path:
+    """A small encoder of random weights in the files that a published one has; its widths fill no vector evenly."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    words = sorted({word for sentence in load("embeddings").SENTENCES for word in sentence.replace(",", " ,").split()})
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words) + 1, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=77,
+        initializer_range=0.2,
+    )  # fmt: skip
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    return folder
