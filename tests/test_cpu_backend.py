@@ -16,6 +16,7 @@ import pytest
 from detkern import config, operands
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
+from detkern.abi.descriptors import gemm_descriptors
 from detkern.abi.library import Library
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract, TensorCoreStep
@@ -308,7 +309,7 @@ def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, m
 
 def test_the_library_checks_descriptors_itself(native_library: Library) -> None:
     a = np.ones((2, 2), np.float32)
-    good = mirror.GemmDescriptor.from_buffer_copy(backend._gemm_descriptors(problem_of(FMA, F32, F32, k=2))[0][0])
+    good = mirror.GemmDescriptor.from_buffer_copy(gemm_descriptors(problem_of(FMA, F32, F32, k=2))[0][0])
     good.a = good.b = a.ctypes.data
     out = np.zeros((2, 2), np.float32)
     good.out = out.ctypes.data
