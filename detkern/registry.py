@@ -22,19 +22,27 @@ Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem
 @dataclass(frozen=True)
 class Row:
     """A backend: the module whose `BACKEND` it is, the kinds of device and the ops that it serves, and whether dispatch
-    may choose it (else only `backend=` does)."""
+    may choose it (else only `backend=` does). named_on: kinds of device on which only `backend=` chooses it."""
 
     name: str
     module: str
     devices: tuple[str, ...]
     ops: tuple[str, ...]
     dispatched: bool = True
+    named_on: tuple[str, ...] = ()
+
+    def chosen_on(self, kind: str) -> bool:
+        """Whether dispatch may choose it on a kind of device that it serves."""
+        return self.dispatched and kind not in self.named_on
 
 
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
     Row("cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum")),
     Row("cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum")),
+    # On host memory their kernels, compiled for the host against emulation headers, run.
+    Row("musa", "detkern.npu.musa", ("musa", "cpu"), ("gemm", "column_sum"), named_on=("cpu",)),
+    Row("ascend", "detkern.npu.ascend", ("ascend", "cpu"), ("gemm", "column_sum"), named_on=("cpu",)),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
 )
 
@@ -62,7 +70,7 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
         return configured
     capability = None
     for row in TABLE:
-        if row.dispatched and device.kind in row.devices:
+        if device.kind in row.devices and row.chosen_on(device.kind):
             capability = load(row.name).capability(device)
             break
     return default_contract(dtype, device.kind, capability)
@@ -91,7 +99,7 @@ def select(op: str, problem: Problem, name: str | None) -> Backend:
     answers = []
     unsupported = False
     for row in TABLE:
-        if not row.dispatched or device.kind not in row.devices or op not in row.ops:
+        if device.kind not in row.devices or not row.chosen_on(device.kind) or op not in row.ops:
             continue
         backend = load(row.name)
         if reason := backend.unavailable(device):
@@ -116,7 +124,7 @@ def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tup
         if row.name != chosen and device.kind in row.devices:
             if op not in row.ops:
                 reason: str | None = f"has no {op}"
-            elif not row.dispatched:
+            elif not row.chosen_on(device.kind):
                 reason = "runs only when named"
             else:
                 backend = load(row.name)

@@ -133,7 +133,9 @@ def test_missing_functions_and_other_versions_are_refused(tmp_path: Path) -> Non
     old = compile_library(tmp_path, "int32_t detkern_abi_version() { return 99; }", "old")
     with pytest.raises(BackendUnavailable, match=f"ABI version 99, this detkern needs {mirror.ABI_VERSION}"):
         Library(old)
-    partial = "int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; } const char* detkern_last_error() { return 0; }"
+    partial = (
+        "int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; } const char* detkern_last_error() { return 0; }"
+    )
     with pytest.raises(BackendUnavailable, match="no function detkern_gemm"):
         Library(compile_library(tmp_path, partial, "partial"))
 

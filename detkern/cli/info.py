@@ -112,7 +112,8 @@ def _backends() -> list[dict[str, Any]]:
 
 
 def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
-    record: dict[str, Any] = {"name": row.name, "device": str(device), "dispatched": row.dispatched, "contracts": {}}
+    record: dict[str, Any] = {"name": row.name, "device": str(device), "contracts": {}}
+    record["dispatched"] = row.chosen_on(device.kind)
     try:
         backend = registry.load(row.name)
         reason = backend.unavailable(device)
