@@ -19,7 +19,7 @@ NPU = Path(npu.__file__).parent
 SOURCES = {"musa": EMULATION / "musa" / "library.cpp", "ascend": NPU / "ascend" / "det_gemm.cpp"}
 
 
-def recipe(platform: str, *defines: str) -> Recipe:
+def recipe(platform: str) -> Recipe:
     """The recipe of a platform's emulated library; its arithmetic flags are those of the CPU backend's library."""
     suffixes = ("*.h", "*.mu", "*.muh")
     folders = (EMULATION, NPU, Path(abi.__file__).parent, Path(compiled.__file__).parent)
@@ -30,16 +30,16 @@ def recipe(platform: str, *defines: str) -> Recipe:
         headers=tuple(sorted(headers)),
         flags=(
             *compiled.recipe().flags, "-O1", "-ftree-vectorize", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
-            f"-I{EMULATION / platform}", *defines,
+            f"-I{EMULATION / platform}",
         ),
         link_flags=("-shared",),
     )  # fmt: skip
 
 
 @functools.cache
-def library_path(platform: str, *defines: str) -> Path:
+def library_path(platform: str) -> Path:
     """The library, built if need be."""
-    return build(recipe(platform, *defines))
+    return build(recipe(platform))
 
 
 def nvcc() -> str | None:

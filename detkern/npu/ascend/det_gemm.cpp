@@ -32,7 +32,7 @@
 #define DETKERN_HOST_MEMORY 0
 #endif
 #ifndef DETKERN_LEVEL_BYTES
-#define DETKERN_LEVEL_BYTES 49152
+#define DETKERN_LEVEL_BYTES 49152  // local memory for the waiting nodes of a tree
 #endif
 
 namespace detkern {
@@ -40,7 +40,6 @@ namespace detkern {
 constexpr int32_t LEAF = 32;
 constexpr int32_t TILE_N = 256, MAX_ROWS = 8;
 constexpr int32_t PIECE_BYTES = LEAF * TILE_N * 2;
-constexpr int32_t LEVEL_BYTES = DETKERN_LEVEL_BYTES;
 constexpr int32_t BLOCK_BYTES = 32;  // what local memory is addressed in
 constexpr int32_t SPREAD_K = PIECE_BYTES / (TILE_N * BLOCK_BYTES);
 constexpr int32_t SPREAD_K_OF_A = 8, A_BYTES = MAX_ROWS * SPREAD_K_OF_A * BLOCK_BYTES;
@@ -221,6 +220,7 @@ class Columns {
     const AscendC::LocalTensor<uint32_t> offsets =
         layout == ALONG_K ? line_offsets_.Get<uint32_t>() : spread_offsets_.Get<uint32_t>();
     const int32_t step = layout == ALONG_K ? 2 : TILE_N * BLOCK_BYTES;
+    VectorBarrier();  // after what reads the piece before
     for (int32_t k = 0; k < depth; ++k)
       AscendC::Gather(rows[k * width], raw, offsets, static_cast<uint32_t>(k * step), static_cast<uint32_t>(width));
     VectorBarrier();
@@ -235,6 +235,7 @@ class Columns {
     if (layout == ADJACENT) return raw;
     AscendC::LocalTensor<float> rows = gathered_.Get<float>();
     const int32_t width = RoundUp(columns, 8);
+    VectorBarrier();  // after what reads the piece before
     for (int32_t k = 0; k < depth; ++k)
       AscendC::Gather(rows[k * width], raw, spread_offsets_.Get<uint32_t>(),
                       static_cast<uint32_t>(k * TILE_N * BLOCK_BYTES), static_cast<uint32_t>(width));
@@ -333,7 +334,7 @@ class Gemm : public Columns {
     pipe_.InitBuffer(products_, MAX_ROWS * TILE_N * 4);
     pipe_.InitBuffer(bias_, TILE_N * 4);
     if (CONTRACT == DETKERN_TREE) {
-      pipe_.InitBuffer(waiting_, LEVEL_BYTES);
+      pipe_.InitBuffer(waiting_, DETKERN_LEVEL_BYTES);
       pipe_.InitBuffer(node_, MAX_ROWS * TILE_N * 2);
     }
     if (DTYPE == DETKERN_BF16) {
@@ -750,7 +751,7 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   p.bias_dtype = d->bias_dtype;
   p.accumulate = d->accumulate;
   p.levels = d->contract == DETKERN_TREE ? tree_depth((d->k + LEAF - 1) / LEAF) : 0;
-  for (p.rows = MAX_ROWS; p.rows > 1 && p.levels * p.rows * TILE_N * 2 > LEVEL_BYTES;) p.rows /= 2;
+  for (p.rows = MAX_ROWS; p.rows > 1 && p.levels * p.rows * TILE_N * 2 > DETKERN_LEVEL_BYTES;) p.rows /= 2;
   int64_t batch = 1;
   for (int i = 0; i < d->batch_rank; ++i) batch *= d->batch_shape[i];
   p.tiles = batch * ((d->m + p.rows - 1) / p.rows) * ((d->n + TILE_N - 1) / TILE_N);

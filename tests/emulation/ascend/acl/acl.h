@@ -2,7 +2,8 @@
 //
 // Memory of the "device" is memory of the host, and the library says so in its capabilities, unless the environment variable
 // DETKERN_EMULATE_DEVICE is set: then it claims to be a real one, for tests of what happens on a device.
-// DETKERN_EMULATE_SATURATION makes the device one that saturates on overflow.
+// DETKERN_EMULATE_SATURATION makes the device one that saturates on overflow; DETKERN_EMULATE_LEVEL_BYTES gives the waiting
+// nodes of a tree less memory than the kernel's own choice.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,9 @@
 #include <string>
 
 #define DETKERN_HOST_MEMORY (std::getenv("DETKERN_EMULATE_DEVICE") == nullptr)
+
+#define DETKERN_LEVEL_BYTES \
+  (std::getenv("DETKERN_EMULATE_LEVEL_BYTES") ? std::atoi(std::getenv("DETKERN_EMULATE_LEVEL_BYTES")) : 49152)
 
 typedef int aclError;
 typedef void* aclrtStream;
