@@ -96,7 +96,9 @@ def test_the_command_line_builds_where_the_backend_looks(toolchain: Toolchain, t
     assert str(toolchain.platform.source) in arguments
     assert toolchain.platform.source.exists()
     assert {"-shared", "-fPIC", "-std=c++17", "-ffp-contract=off", "-fno-fast-math"} <= set(arguments)
-    assert not [option for option in arguments if ("fast" in option and option != "-fno-fast-math") or "flush" in option]
+    assert not [
+        option for option in arguments if ("fast" in option and option != "-fno-fast-math") or "flush" in option
+    ]
     assert arguments.index(str(toolchain.platform.source)) < arguments.index(arguments[-1])
     assert arguments[-1].startswith("-l")
 

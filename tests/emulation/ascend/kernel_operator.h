@@ -450,4 +450,4 @@ void launch(void (*kernel)(Params), uint32_t blocks, aclrtStream stream, const P
 #define DETKERN_LAUNCH(kernel, blocks, stream, params) emulation::launch(kernel, blocks, stream, params)
 
 // Not in any CANN: what the last launch of this thread was enqueued on.
-extern "C" __attribute__((visibility("default"))) inline void* emulation_last_stream() { return emulation::last_stream; }
+extern "C" __attribute__((used, visibility("default"))) inline void* emulation_last_stream() { return emulation::last_stream; }

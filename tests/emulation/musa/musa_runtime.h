@@ -154,6 +154,6 @@ inline musaError_t musaMemcpy(void* to, const void* from, size_t bytes, musaMemc
 inline musaError_t musaDeviceSynchronize() { return musaSuccess; }
 
 // Not in any MUSA: what the last launch of this thread was enqueued on.
-extern "C" __attribute__((visibility("default"))) inline void* emulation_last_stream() {
+extern "C" __attribute__((used, visibility("default"))) inline void* emulation_last_stream() {
   return emulation::last_stream;
 }
