@@ -1,8 +1,10 @@
-"""Which devices there are, and NumPy arrays put on one and brought back."""
+"""Which devices there are, and NumPy arrays put on one and brought back: CuPy's arrays on CUDA devices, PyTorch's tensors on
+those of torch_musa and torch_npu."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -11,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import registry
-from ..dtypes import BF16, F16, F32, from_numpy
+from ..dtypes import BF16, F16, F32, by_name, from_numpy
 from ..errors import DeviceError
 from ..tensors import Device
 from .compare import bits
 
-__all__ = ["array_module", "devices", "fetch", "no_device", "place"]
+__all__ = ["array_module", "bit_patterns", "devices", "fetch", "negative_strides", "no_device", "place"]
 
 
 @cache
@@ -33,32 +35,81 @@ def _cuda() -> tuple[int, str | None]:
     return count, None if count else "CUDA shows no device"
 
 
+# Kinds of device that a PyTorch extension brings: (the extension, PyTorch's name for them).
+_EXTENSIONS = {"musa": ("torch_musa", "musa"), "ascend": ("torch_npu", "npu")}
+
+
+@cache
+def _extension(kind: str) -> tuple[int, str | None]:
+    """The number of devices that a PyTorch extension sees, and why it is none."""
+    package, name = _EXTENSIONS[kind]
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec(package) is None:
+        return 0, f"{package} is not installed, through whose tensors {kind} devices are reached"
+    try:
+        torch = importlib.import_module("torch")
+        importlib.import_module(package)
+        count = int(getattr(torch, name).device_count())
+    except Exception as error:  # noqa: BLE001  whatever a vendor's driver says
+        return 0, f"{package} shows no device: {type(error).__name__}: {error}"
+    return count, None if count else f"{package} shows no device"
+
+
+def _present(kind: str) -> tuple[int, str | None]:
+    if kind == "cpu":
+        return 1, None
+    if kind == "cuda":
+        return _cuda()
+    return _extension(kind) if kind in _EXTENSIONS else (0, f"nothing here lists {kind} devices")
+
+
 def devices() -> list[Device]:
-    """The CPU, then the CUDA devices that CuPy sees, of the kinds that some backend serves."""
+    """The CPU, then the devices that CuPy, torch_musa and torch_npu see, of the kinds that some backend serves."""
     kinds = {kind for row in registry.TABLE for kind in row.devices}
-    found = [Device("cpu")] if "cpu" in kinds else []
-    return found + [Device("cuda", index) for index in range(_cuda()[0] if "cuda" in kinds else 0)]
+    return [
+        Device(kind, index)
+        for kind in ("cpu", "cuda", *_EXTENSIONS)
+        if kind in kinds
+        for index in range(_present(kind)[0])
+    ]
 
 
 def no_device(kind: str) -> str | None:
     """Why there is no device of this kind, or None where there is one."""
-    if kind == "cpu":
-        return None
-    return _cuda()[1] if kind == "cuda" else f"nothing here lists {kind} devices"
+    return _present(kind)[1]
 
 
 def array_module(device: Device) -> ModuleType:
     """The framework whose arrays `place` makes."""
-    return np if device.kind == "cpu" else importlib.import_module("cupy")
+    if device.kind == "cpu":
+        return np
+    return importlib.import_module("torch" if device.kind in _EXTENSIONS else "cupy")
+
+
+def negative_strides(device: Device) -> bool:
+    """Whether the arrays that `place` makes may be reversed without a copy."""
+    return device.kind not in _EXTENSIONS
+
+
+def bit_patterns(array: Any) -> Any:
+    """The array as integers of the same size, without a copy."""
+    if hasattr(array, "data_ptr"):
+        torch = importlib.import_module("torch")
+        return array.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[array.element_size()])
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def place(array: npt.NDArray[Any], device: Device) -> Any:
-    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA device.
+    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA device, else PyTorch's.
 
     Raises DeviceError where the framework has no such type (bfloat16 needs CuPy 14 with ml_dtypes).
     """
     if device.kind == "cpu":
         return np.array(array, order="C")
+    if device.kind in _EXTENSIONS:
+        torch = array_module(device)
+        signed = bits(array).view(f"i{array.dtype.itemsize}")
+        host = torch.from_numpy(signed.copy()).view(getattr(torch, array.dtype.name))
+        return host.to(f"{_EXTENSIONS[device.kind][1]}:{device.index}")
     if device.kind != "cuda":
         raise DeviceError(f"no arrays can be put on {device}")
     cupy = array_module(device)
@@ -71,9 +122,14 @@ def place(array: npt.NDArray[Any], device: Device) -> Any:
 
 
 def fetch(array: Any) -> npt.NDArray[Any]:
-    """The elements of a NumPy or CuPy array in any layout, as a NumPy array; waits for the device."""
+    """The elements of an array of `place`'s in any layout, as a NumPy array; waits for the device."""
     if isinstance(array, np.ndarray):
         return array
+    if hasattr(array, "data_ptr"):
+        dtype = by_name(str(array.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise DeviceError(f"a tensor of {array.dtype} is no result")
+        return np.asarray(bit_patterns(array.cpu().contiguous()).numpy()).view(dtype.numpy)
     dtype = np.dtype(array.dtype)
     if from_numpy(dtype) in (F32, F16):
         return np.asarray(array.get())

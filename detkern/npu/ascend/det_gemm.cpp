@@ -342,7 +342,6 @@ class Gemm : public Columns {
       AscendC::Duplicate(size_mask_.Get<uint16_t>(), static_cast<uint16_t>(0x7fff), TILE_N);
     }
     AscendC::Duplicate(bias_.Get<float>(), 0.0f, TILE_N);
-    VectorBarrier();
     for (int64_t tile = AscendC::GetBlockIdx(); tile < p_.tiles; tile += AscendC::GetBlockNum()) Compute(tile);
   }
 
@@ -454,11 +453,8 @@ class Gemm : public Columns {
         if (exact[m]) AscendC::Add(acc[m * TILE_N], acc[m * TILE_N], products[m * TILE_N], columns_);
       VectorBarrier();
     }
-    if (!all) {
-      Order<AscendC::HardEvent::V_S>();
-      for (int32_t m = 0; m < rows_; ++m)
-        if (!exact[m]) MultiplyExactly(m, a, m * row_pitch, k_pitch, depth);
-    }
+    for (int32_t m = 0; m < rows_ && !all; ++m)
+      if (!exact[m]) MultiplyExactly(m, a, m * row_pitch, k_pitch, depth);
     Order<AscendC::HardEvent::S_V>();  // before a and acc are written again
   }
 
