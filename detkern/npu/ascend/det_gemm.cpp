@@ -698,8 +698,8 @@ class CurrentDevice {
 
 // How many blocks a launch has at most, and that the device computes infinities and NaN.
 int32_t prepare(int device, int64_t& cores) {
-  if (const aclError error = aclGetDeviceCapability(device, ACL_DEVICE_INFO_VECTOR_CORE_NUM, &cores))
-    return failed("aclGetDeviceCapability", error);
+  if (const aclError error = aclrtGetDeviceInfo(static_cast<uint32_t>(device), ACL_DEV_ATTR_VECTOR_CORE_NUM, &cores))
+    return failed("aclrtGetDeviceInfo", error);
   aclrtFloatOverflowMode mode = ACL_RT_OVERFLOW_MODE_UNDEF;
   if (const aclError error = aclrtGetDeviceSatMode(&mode)) return failed("aclrtGetDeviceSatMode", error);
   if (mode != ACL_RT_OVERFLOW_MODE_INFNAN)
@@ -800,8 +800,9 @@ int32_t get_device(detkern_device* device) {
   const CurrentDevice current(device->index);
   if (current.error) return failed("aclrtSetDevice", current.error);
   int64_t cores = 0;
-  if (const aclError error = aclGetDeviceCapability(device->index, ACL_DEVICE_INFO_VECTOR_CORE_NUM, &cores))
-    return failed("aclGetDeviceCapability", error);
+  const uint32_t index = static_cast<uint32_t>(device->index);
+  if (const aclError error = aclrtGetDeviceInfo(index, ACL_DEV_ATTR_VECTOR_CORE_NUM, &cores))
+    return failed("aclrtGetDeviceInfo", error);
   device->units = static_cast<int32_t>(cores);
   const char* name = aclrtGetSocName();
   std::snprintf(device->name, sizeof device->name, "%s", name ? name : "Ascend");

@@ -8,8 +8,10 @@
 //          TM * TN * 512 bytes for each block and level of the tree, for left children that wait.
 // Loads    any strides, of any sign, in 64 bits; neighbouring threads read along the dimension that is contiguous.
 //
-// The runtime functions and their types are those of the MUSA Runtime API, the language that of the MUSA programming guide
-// (MUSA SDK 3.1 and newer); docs/npu.md lists them.
+// APIs: MUSA SDK 5.2.0, programming guide, "First kernel" (musaMalloc, musaMemcpy, musaFree, musaDeviceSynchronize,
+// musaGetLastError, musaGetErrorString, <<<grid, threads, shared, stream>>>) and "Compute optimisation" (shared memory, at
+// most 48 KB a block; __syncthreads); "Runtime API reference" (musaGetDevice, musaSetDevice, musaGetDeviceCount,
+// musaGetDeviceProperties, musaDriverGetVersion, musaRuntimeGetVersion).
 #include <musa_runtime.h>
 
 #include <algorithm>
