@@ -26,7 +26,7 @@ constexpr aclError ACL_ERROR_RT_MEMORY_ALLOCATION = 207001;
 constexpr aclError ACL_ERROR_RT_VECTOR_CORE_EXCEPTION = 507035;
 enum aclrtMemMallocPolicy { ACL_MEM_MALLOC_HUGE_FIRST };
 enum aclrtMemcpyKind { ACL_MEMCPY_HOST_TO_HOST, ACL_MEMCPY_HOST_TO_DEVICE, ACL_MEMCPY_DEVICE_TO_HOST };
-enum aclDeviceInfo { ACL_DEVICE_INFO_UNDEFINED = -1, ACL_DEVICE_INFO_AI_CORE_NUM, ACL_DEVICE_INFO_VECTOR_CORE_NUM };
+enum aclrtDevAttr { ACL_DEV_ATTR_AICORE_CORE_NUM = 101, ACL_DEV_ATTR_VECTOR_CORE_NUM = 201 };
 enum aclrtFloatOverflowMode {
   ACL_RT_OVERFLOW_MODE_SATURATION = 0,
   ACL_RT_OVERFLOW_MODE_INFNAN,
@@ -71,8 +71,8 @@ inline aclError aclrtGetDeviceCount(uint32_t* count) {
   *count = emulation::DEVICES;
   return ACL_SUCCESS;
 }
-inline aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
-  if (info != ACL_DEVICE_INFO_VECTOR_CORE_NUM) return ACL_ERROR_RT_PARAM_INVALID;
+inline aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr attribute, int64_t* value) {
+  if (attribute != ACL_DEV_ATTR_VECTOR_CORE_NUM) return ACL_ERROR_RT_PARAM_INVALID;
   *value = emulation::CORES;
   return ACL_SUCCESS;
 }
