@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from .. import config
 from ..abi import mirror
 from ..abi.descriptors import column_sum_descriptor, gemm_descriptors
 from ..abi.library import Library
@@ -31,9 +35,15 @@ class NpuBackend:
     def __init__(self, platform: Platform) -> None:
         self.name = platform.name
         self.platform = platform
+        self._found: dict[tuple[str | None, Path | None, bool], Library] = {}
 
     def _library(self, device: Device) -> Library:
-        return find_library(self.platform, device.kind == "cpu")
+        on_host = device.kind == "cpu"
+        key = (os.environ.get(self.platform.variable), config.cache_dir, on_host)
+        library = self._found.get(key)
+        if library is None:
+            library = self._found[key] = find_library(self.platform, on_host)
+        return library
 
     def unavailable(self, device: Device) -> str | None:
         if device.kind not in ("cpu", self.name):

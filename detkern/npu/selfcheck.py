@@ -3,11 +3,13 @@ library. Operands and comparison are those of the CUDA devices' check."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,15 @@ _outcomes: dict[str, Outcome] = {}
 _lock = threading.Lock()
 
 
+@functools.lru_cache(maxsize=8)
+def _content(path: Path) -> str:
+    """The digest of a library, which stays the one that is loaded."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _key(library: Library, device: Device, name: str, operand: DType) -> str:
     about = library.device(device.index)
-    content = hashlib.sha256(library.path.read_bytes()).hexdigest()
+    content = _content(library.path)
     parts = (
         device.kind, about.name.decode(), about.driver.decode(), name, operand.name, content,
         str(operands.VERSION), str(_VERSION),
