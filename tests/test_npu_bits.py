@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -217,6 +219,37 @@ def test_the_bias_gradient(backend: str, dtype: DType) -> None:
         out = np.zeros((view.shape[-1], 2), np.float32)[:, 0]
         detkern.bias_gradient(view, out=out, backend=backend)
         assert same(out.copy(), detkern.bias_gradient(view, out_dtype="float32", backend="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "contract", "dtype"), [("musa", FMA, F32), ("musa", TREE, F16), ("ascend", FMA, BF16)]
+)
+def test_strides_beyond_32_bits(backend: str, contract: str, dtype: DType) -> None:
+    far = (1 << 31) + 3  # elements between rows of a, columns of b, and rows of out
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE: only the pages that are touched exist
+    memory = np.frombuffer(
+        mmap.mmap(-1, 8 * (far + 64), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), np.uint8
+    )
+
+    def spread(strides: tuple[int, int], shape: tuple[int, int], element: DType, first: int) -> np.ndarray:
+        size = element.itemsize
+        return np.ndarray(shape, element.numpy, memory, first * size, [stride * size for stride in strides])
+
+    a, b = generate("wide", dtype, (2, 20), 33), generate("wide", dtype, (20, 2), 34)
+    far_a, far_b = spread((far, 1), (2, 20), dtype, 0), spread((1, -far), (20, 2), dtype, far + 32)
+    far_a[...], far_b[...] = a, b
+    out = spread((far, 1), (2, 2), F16, far * 2 - 32)
+    detkern.gemm(far_a, far_b, contract=contract, backend=backend, out=out)
+    assert same(out.copy(), detkern.gemm(a, b, contract=contract, backend="cpu", out_dtype="float16"))
+
+
+@every_subject
+def test_calls_from_several_threads(backend: str, contract: str, dtype: DType) -> None:
+    a, b = generate("normal", dtype, (9, 70), 35), generate("normal", dtype, (70, 40), 36)
+    want = detkern.gemm(a, b, contract=contract, backend="cpu")
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: detkern.gemm(a, b, contract=contract, backend=backend), range(24)))
+    assert all(same(result, want) for result in results)
 
 
 def test_deep_trees_have_fewer_rows_to_a_tile_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,20 @@ import numpy as np
 import pytest
 from emulated import EMULATION, recipe
 
+from detkern import operands
 from detkern.abi.build import Recipe, build
+from detkern.dtypes import BF16, F32
 
 
 @pytest.fixture(scope="module")
 def probes() -> dict[str, ctypes.CDLL]:
     """The small kernels of tests/emulation/probes, compiled against the headers."""
     loaded = {}
-    for platform in ("musa", "ascend"):
+    for name, platform in (("musa", "musa"), ("ascend", "ascend"), ("exact_fma", "ascend")):
         made = recipe(platform)
-        source: Path = EMULATION / "probes" / f"{platform}.cpp"
-        path = build(Recipe(f"probe-{platform}", (source,), made.headers, (*made.flags, "-O0"), made.link_flags))
-        loaded[platform] = ctypes.CDLL(str(path))
+        source: Path = EMULATION / "probes" / f"{name}.cpp"
+        path = build(Recipe(f"probe-{name}", (source,), made.headers, (*made.flags, "-O0"), made.link_flags))
+        loaded[name] = ctypes.CDLL(str(path))
     loaded["ascend"].run.restype = ctypes.c_char_p
     return loaded
 
@@ -83,3 +85,20 @@ def test_mistakes_of_a_kernel_are_found(probes: dict[str, ctypes.CDLL], mistake:
         assert (data == 2 * np.arange(64)).all()
     else:
         assert re.search(expected, (said or b"").decode()), said
+
+
+@pytest.mark.parametrize("kind", operands.KINDS)
+def test_the_integer_multiply_add_rounds_once(probes: dict[str, ctypes.CDLL], kind: str) -> None:
+    """Against the host's fma: factors of every kind, with addends of every kind and ones that nearly cancel the product."""
+    count = 20000
+    a, b = (operands.generate(kind, BF16, (count,), seed).astype(np.float32) for seed in (1, 2))
+    with np.errstate(all="ignore"):
+        opposed = -(a * b)
+    addends = [
+        np.nextafter(opposed, np.float32(0)),
+        opposed,
+        *(operands.generate(other, F32, (count,), 3) for other in operands.KINDS),
+    ]
+    for c in addends:
+        pointers = [ctypes.c_void_p(np.ascontiguousarray(array).ctypes.data) for array in (a, b, c)]
+        assert probes["exact_fma"].differing(*pointers, ctypes.c_size_t(count)) == 0

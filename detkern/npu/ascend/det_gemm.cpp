@@ -22,8 +22,9 @@
 
 #include "../../abi/checks.h"
 #include "acl/acl.h"
-#include "exact_fma.h"
 #include "kernel_operator.h"
+
+#include "exact_fma.h"
 
 #ifndef DETKERN_LAUNCH
 #define DETKERN_LAUNCH(kernel, blocks, stream, params) kernel<<<blocks, nullptr, stream>>>(params)
@@ -604,18 +605,19 @@ class ColumnSum : public Columns {
     StoreLine(out, acc, columns, p_.out_stride, p_.out_dtype);
   }
 
+  __aicore__ inline void FetchRows(Layout layout, uint64_t dc, int64_t row, int32_t depth, int32_t columns) {
+    Fetch(layout, dc + row * p_.row_stride, static_cast<int32_t>(Smaller(depth, p_.rows - row)), columns, p_.row_stride,
+          p_.col_stride, SizeOf(p_.dtype));
+  }
+
   // The rows of one batch index.
   __aicore__ inline void AddRows(const AscendC::LocalTensor<float>& acc, uint64_t dc, int32_t columns) {
     const int32_t size = SizeOf(p_.dtype);
     const Layout layout = p_.col_stride == size ? ADJACENT : SPREAD;
     const int32_t depth = PieceDepth(layout, size);
-    const auto fetch = [&](int64_t row) {
-      Fetch(layout, dc + row * p_.row_stride, static_cast<int32_t>(Smaller(depth, p_.rows - row)), columns,
-            p_.row_stride, p_.col_stride, size);
-    };
-    fetch(0);
+    FetchRows(layout, dc, 0, depth, columns);
     for (int64_t row = 0; row < p_.rows; row += depth) {
-      if (row + depth < p_.rows) fetch(row + depth);
+      if (row + depth < p_.rows) FetchRows(layout, dc, row + depth, depth, columns);
       const int32_t here = static_cast<int32_t>(Smaller(depth, p_.rows - row));
       AscendC::LocalTensor<uint8_t> hold;
       AscendC::LocalTensor<float> values = upcast_.Get<float>();

@@ -4,10 +4,6 @@
 
 #include <cstdint>
 
-#ifndef __aicore__
-#define __aicore__
-#endif
-
 namespace detkern {
 
 constexpr uint32_t INFINITY_BITS = 0x7f800000u, NAN_BITS = 0x7fffffffu, SIGN_BIT = 0x80000000u;
