@@ -225,7 +225,9 @@ def test_the_bias_gradient(backend: str, dtype: DType) -> None:
     ("backend", "contract", "dtype"), [("musa", FMA, F32), ("musa", TREE, F16), ("ascend", FMA, BF16)]
 )
 def test_strides_beyond_32_bits(backend: str, contract: str, dtype: DType) -> None:
-    far = (1 << 31) + 3  # elements between rows of a, columns of b, and rows of out
+    far = (
+        1 << 31
+    ) + 43  # elements between rows of a, columns of b, and rows of out; in bytes, with a row taken off, too
     no_reserve = 0x4000  # Linux's MAP_NORESERVE: only the pages that are touched exist
     memory = np.frombuffer(
         mmap.mmap(-1, 8 * (far + 64), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), np.uint8
@@ -250,6 +252,37 @@ def test_calls_from_several_threads(backend: str, contract: str, dtype: DType) -
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: detkern.gemm(a, b, contract=contract, backend=backend), range(24)))
     assert all(same(result, want) for result in results)
+
+
+def powers(fields: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """bfloat16 numbers of these exponent fields and stored significands, [fields, stored]."""
+    bits = (fields[:, None].astype(np.uint16) << 7) | stored.astype(np.uint16)
+    return bits.view(BF16.numpy)
+
+
+@pytest.mark.parametrize("backend", ["musa", "ascend"])
+@pytest.mark.parametrize("contract", [FMA, TREE])
+def test_bfloat16_products_about_the_ends_of_the_exact_range(backend: str, contract: str) -> None:
+    """Products of odd significands on both sides of 2^-134 and of 2^128, beside accumulators of an odd last place: one that
+    is rounded on its own shows in a tie."""
+    odd = np.array([1, 3, 31, 65, 97, 127])
+    lasts = np.array([0, 1, 2, 3, 0x7FFFFF, 0x800001], np.uint32).view(np.float32)  # in units of 2^-149
+    for field in (0, 1, 2, 60, 110, 113, 117, 118, 119, 125, 130, 190, 250, 254):
+        b = np.concatenate([powers(np.array([field]), odd).reshape(1, -1)] * len(lasts), 1)
+        start = np.repeat(lasts, len(odd))
+        sums = np.r_[112:128, 376:386]
+        fields = sums[(sums >= field) & (sums - field < 255)] - field
+        if not fields.size:
+            continue
+        a = powers(fields, odd).reshape(-1, 1)
+        for sign in (1, -1):
+            initial = np.broadcast_to(start * np.float32(sign), (len(a), len(start))).copy()
+            assert gemm(backend, a, b, contract=contract, out=initial, accumulate=True), (field, sign)
+            pair = (
+                np.concatenate([np.full_like(a, sign * 2.0**-70), a], 1),
+                np.concatenate([np.full_like(b, 2.0**-79), b]),
+            )
+            assert gemm(backend, *pair, contract=contract, out_dtype="float32"), (field, sign)
 
 
 def test_deep_trees_have_fewer_rows_to_a_tile_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
