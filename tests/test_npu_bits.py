@@ -237,7 +237,7 @@ def test_strides_beyond_32_bits(backend: str, contract: str, dtype: DType) -> No
         size = element.itemsize
         return np.ndarray(shape, element.numpy, memory, first * size, [stride * size for stride in strides])
 
-    a, b = generate("wide", dtype, (2, 20), 33), generate("wide", dtype, (20, 2), 34)
+    a, b = generate("normal", dtype, (2, 20), 33), generate("normal", dtype, (20, 2), 34)
     far_a, far_b = spread((far, 1), (2, 20), dtype, 0), spread((1, -far), (20, 2), dtype, far + 32)
     far_a[...], far_b[...] = a, b
     out = spread((far, 1), (2, 2), F16, far * 2 - 32)
