@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated import EMULATION, recipe
+from emulated import EMULATION, NPU, nvcc, recipe
 
 from detkern import operands
 from detkern.abi.build import Recipe, build
@@ -102,3 +103,16 @@ def test_the_integer_multiply_add_rounds_once(probes: dict[str, ctypes.CDLL], ki
     for c in addends:
         pointers = [ctypes.c_void_p(np.ascontiguousarray(array).ctypes.data) for array in (a, b, c)]
         assert probes["exact_fma"].differing(*pointers, ctypes.c_size_t(count)) == 0
+
+
+def test_nvcc_takes_the_musa_source(tmp_path: Path) -> None:
+    """What test_npu_gpu.py runs; here without optimisation, for each pair of contract and type with either tile."""
+    compiler = nvcc()
+    if compiler is None:
+        pytest.skip("gpu: nvcc is not installed")
+    made = tmp_path / "musa.ptx"
+    options = ["-x", "cu", "-std=c++17", "--ptx", "-Xcicc", "-O0", "-arch=sm_80", f"-I{EMULATION / 'cuda_shim'}"]
+    command = [compiler, *options, str(NPU / "musa" / "det_gemm.mu"), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert made.read_text().count(".entry") == 5 * 2 + 1

@@ -83,7 +83,7 @@ int32_t plan(const detkern_gemm_descriptor* d, Launch& launch) {
   int64_t batch = 1;
   for (int i = 0; i < d->batch_rank; ++i) batch *= d->batch_shape[i];
   const auto tiles = [&](int64_t side) { return batch * ((d->m + side - 1) / side) * ((d->n + side - 1) / side); };
-  launch.large = tiles(128) >= units;
+  launch.large = d->m > 64 && d->n > 64 && tiles(128) >= units;
   launch.tiles = tiles(launch.large ? 128 : 64);
   launch.grid = static_cast<unsigned>(std::min<int64_t>(launch.tiles, 4 * int64_t(units)));
   launch.levels = d->contract == DETKERN_TREE ? tree_depth((d->k + LEAF - 1) / LEAF) : 0;
