@@ -296,13 +296,13 @@ def test_deep_trees_have_fewer_rows_to_a_tile_and_the_same_bits(monkeypatch: pyt
 def test_a_contract_that_is_not_offered_is_refused_by_name() -> None:
     a = np.ones((2, 2), np.float32)
     with pytest.raises(
-        detkern.ContractUnsupported, match=r"fma for f32 has no kernel here; there is fma \(f16, bf16\), tree"
+        detkern.ContractUnsupported, match=r"fma for f32 has no kernel here; ascend on cpu has fma \(f16, bf16\), tree"
     ):
         detkern.gemm(a, a, contract=FMA, backend="ascend")
     half = a.astype(np.float16)
     for name in set(CONTRACTS) - {FMA, TREE, "fp8-block128"}:
-        with pytest.raises(detkern.ContractUnsupported, match=f"{name} for f16 has no kernel here"):
+        with pytest.raises(detkern.ContractUnsupported, match=f"{name} has no kernel here; musa on cpu has fma "):
             detkern.gemm(half, half, contract=name, backend="musa")
-    with pytest.raises(detkern.ContractUnsupported, match="mma16 for f16 has no kernel here"):
+    with pytest.raises(detkern.ContractUnsupported, match="mma16 has no kernel here"):
         detkern.gemm(half, half, backend="musa")  # the default of the CPU's arrays
     assert "det_gemm.mu, musa, emulated" in str(detkern.explain(a, a, contract=FMA, backend="musa"))

@@ -20,9 +20,12 @@ from test_abi import compile_library
 import detkern
 from detkern import config, operands, plan, registry, selfcheck
 from detkern.abi import mirror
+from detkern.abi.library import Library
+from detkern.contracts import FMA, Contract
 from detkern.cpu import backend as cpu
+from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32
-from detkern.npu import ascend, musa
+from detkern.npu import ascend, host_arrays, musa
 from detkern.npu.libraries import built_library, find_library
 from detkern.tensors import Device, adapter
 from detkern.tensors import torch as torch_module
@@ -338,6 +341,27 @@ def test_one_differing_bit_refuses_the_contract(
         detkern.gemm(a, b, contract="tree")
     with pytest.raises(detkern.ContractUnsupported, match=r"mma16 has no kernel here; \w+:1 has nothing"):
         detkern.gemm(a, b, contract="mma16")
+
+
+def test_an_outcome_holds_for_a_device_and_a_library(
+    on_device: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, backend = on_device
+    calls: list[Contract] = []
+
+    def product(library: Library, device: Device, contract: Contract, *operands: Any) -> Any:
+        calls.append(contract)
+        return numpy_replay.gemm(contract, *operands[:2], initial=operands[2])
+
+    monkeypatch.setattr(host_arrays, "product", product)
+    monkeypatch.setattr(selfcheck, "_DEPTHS", (17,))
+    first, second = stub(tmp_path, host=0), stub(tmp_path, host=0, fault=1)
+    for library, index, again in ((first, 1, True), (first, 1, False), (second, 1, True), (first, 0, True)):
+        monkeypatch.setenv(backend.platform.variable, str(library))
+        monkeypatch.setattr(selfcheck, "_outcomes", {})  # as in a new process
+        before = len(calls)
+        assert backend.contracts(Device(backend.name, index)) == [(FMA, F16)]
+        assert (len(calls) > before) == again, (library, index)
 
 
 def test_the_columns_of_a_bias_gradient_are_checked_too(
