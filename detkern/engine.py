@@ -63,7 +63,8 @@ class Engine:
         if not rows or not rows[0].dispatched:
             known = ", ".join(registry.dispatched_names())
             raise ArgumentError(f"backend={backend!r} is no backend that follows contracts; those are {known}")
-        here = [row for row in rows if self.device.kind in row.devices]
+        kind = self.device.kind
+        here = [row for row in rows if (row.chosen_on(kind) if backend is None else kind in row.devices)]
         if not here:
             raise DeviceError(f"no backend works on {self.device}; asked: {', '.join(row.name for row in rows)}")
         answers = [(row.name, registry.load(row.name).unavailable(self.device)) for row in here]
@@ -214,7 +215,7 @@ class Engine:
             return FMA
         capability = None
         for row in registry.TABLE:
-            if row.dispatched and self.device.kind in row.devices and capability is None:
+            if row.chosen_on(self.device.kind) and capability is None:
                 capability = registry.load(row.name).capability(self.device)
         # Of the two, the one that this device's tensor cores have; another device has none of them for its default.
         contract = default_contract(dtype, self.device.kind, capability)

@@ -56,7 +56,7 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
         return asked
     if configured is not None:
         return configured
-    capabilities = (load(row.name).capability(device) for row in TABLE if row.dispatched and device.kind in row.devices)
+    capabilities = (load(row.name).capability(device) for row in TABLE if row.chosen_on(device.kind))
     capability = next((known for known in capabilities if known is not None), None)
     return default_contract(dtype, device.kind, capability)
 
@@ -84,7 +84,7 @@ def select(op: str, problem: Problem, name: str | None) -> Backend:
     answers = []
     unsupported = False
     for row in TABLE:
-        if not row.dispatched or device.kind not in row.devices or op not in row.ops:
+        if not row.chosen_on(device.kind) or op not in row.ops:
             continue
         backend = load(row.name)
         if reason := backend.unavailable(device):
@@ -113,7 +113,7 @@ def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tup
             reason: str | None = None
             if op not in row.ops:
                 reason = f"has no {op}"
-            elif not row.dispatched:
+            elif not row.chosen_on(device.kind):
                 reason = "runs only when named"
             elif before:
                 backend = load(row.name)
@@ -135,7 +135,7 @@ def offered(contract: Contract, dtype: DType, device: Device, name: str | None) 
     element = TensorView(0, (1, 1), (1, 1), dtype, device)
     problem = gemm_problem(contract, element, element, element, None, False)
     for row in TABLE:
-        if (row.name == name if name is not None else row.dispatched) and device.kind in row.devices:
+        if device.kind in row.devices if row.name == name else name is None and row.chosen_on(device.kind):
             backend = load(row.name)
             if "gemm" in row.ops and backend.unavailable(device) is None and backend.refuses(problem) is None:
                 return True

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from .dtypes import DType
+from .dtypes import BF16, F16, DType
 
 __all__ = ["TABLE", "Offer", "Package", "Row", "named", "old_driver", "row"]
 
@@ -39,8 +39,9 @@ class Package:
 
 @dataclass(frozen=True)
 class Offer:
-    """A contract that a backend computes, for all its operand types, on these kinds of device.
+    """A contract that a backend computes on these kinds of device.
 
+    types: the operand types, where they are not all of the contract's.
     first, last: the compute capabilities of CUDA devices from and up to which (both included) there is a kernel; other
     kinds of device have none.
     """
@@ -49,6 +50,12 @@ class Offer:
     devices: tuple[str, ...]
     first: Capability | None = None
     last: Capability | None = None
+    types: tuple[DType, ...] = ()
+
+    @property
+    def operands(self) -> tuple[DType, ...]:
+        """The operand types."""
+        return self.types or self.contract.operands
 
     def serves(self, kind: str, capability: Capability | None) -> bool:
         """Whether there is a kernel for a device of this kind and compute capability."""
@@ -73,7 +80,9 @@ class Row:
     devices:    the kinds of device that it serves.
     ops:        the methods that it has.
     dispatched: whether dispatch may choose it; else only `backend=` does.
+    named_on:   kinds of device on which only `backend=` chooses it.
     packages:   what must be installed.
+    framework:  the package whose tensors live on its devices and that lists these, where the kernels need no package.
     capability: the least compute capability of a CUDA device.
     offers:     the contracts; the backend refuses all others by `refusal`.
     """
@@ -83,9 +92,15 @@ class Row:
     devices: tuple[str, ...]
     ops: tuple[str, ...]
     dispatched: bool = True
+    named_on: tuple[str, ...] = ()
     packages: tuple[Package, ...] = ()
+    framework: Package | None = None
     capability: Capability | None = None
     offers: tuple[Offer, ...] = ()
+
+    def chosen_on(self, kind: str) -> bool:
+        """Whether dispatch may choose it on a kind of device."""
+        return self.dispatched and kind in self.devices and kind not in self.named_on
 
     def not_installed(self) -> str | None:
         """Which package is missing and how to get it, or None."""
@@ -104,7 +119,7 @@ class Row:
             (offer.contract, dtype)
             for offer in self.offers
             if offer.serves(kind, capability)
-            for dtype in offer.contract.operands
+            for dtype in offer.operands
         ]
 
     def refusal(
@@ -130,6 +145,8 @@ class Row:
             return f"{needs} and {device} has {_dotted(capability)}; it has {has}"
         if dtype not in contract.operands:
             return f"{contract} does not take {dtype.short}; it takes {', '.join(d.short for d in contract.operands)}"
+        if dtype not in offer.operands:
+            return f"{contract} for {dtype.short} has no kernel here; {device} has {has}"
         return None
 
 
@@ -155,6 +172,11 @@ def old_driver(supports: str, package: str, needs: str) -> str:
 
 _TRITON_INSTALL = "pip install 'detkern[triton]' (its launcher needs PyTorch too)"
 _CUPY = Package("cupy", "CuPy", "pip install 'detkern[cuda13]' or 'detkern[cuda12]'")
+_TORCH_MUSA = Package(
+    "torch_musa", "torch_musa",
+    "pip install the wheel for your PyTorch from https://github.com/MooreThreads/torch_musa/releases",
+)  # fmt: skip
+_TORCH_NPU = Package("torch_npu", "torch_npu", "pip install the torch-npu of your PyTorch's version")
 
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
@@ -185,6 +207,20 @@ TABLE: tuple[Row, ...] = (
             Offer(MMA16, ("cuda", "rocm")),
             Offer(TREE_MMA16, ("cuda", "rocm")),
         ),
+    ),
+    # On host memory their kernels, compiled for the host against emulation headers, run. Raw pointers need no package.
+    Row(
+        "musa", "detkern.npu.musa", ("musa", "cpu"), ("gemm", "column_sum"),
+        named_on=("cpu",),
+        framework=_TORCH_MUSA,
+        offers=(Offer(FMA, ("musa", "cpu")), Offer(TREE, ("musa", "cpu"))),
+    ),
+    Row(
+        "ascend", "detkern.npu.ascend", ("ascend", "cpu"), ("gemm", "column_sum"),
+        named_on=("cpu",),
+        framework=_TORCH_NPU,
+        # The vector unit multiplies, then adds: no fused multiply-add of binary32 operands can be made of that.
+        offers=(Offer(FMA, ("ascend", "cpu"), types=(F16, BF16)), Offer(TREE, ("ascend", "cpu"))),
     ),
     Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
 )  # fmt: skip

@@ -28,6 +28,7 @@ from detkern.problem import RowKind
 HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {
     "detkern_capabilities": mirror.Capabilities,
+    "detkern_device": mirror.Device,
     "detkern_gemm_descriptor": mirror.GemmDescriptor,
     "detkern_block_scaled_descriptor": mirror.BlockScaledDescriptor,
     "detkern_column_sum_descriptor": mirror.ColumnSumDescriptor,
@@ -115,9 +116,10 @@ def test_codes_are_the_headers() -> None:
     for kind in RowKind:
         assert codes.pop(f"ROW_{kind.name}") == kind
     assert codes == {
-        name: getattr(mirror, name) for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT")
+        name: getattr(mirror, name)
+        for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT", "TO_DEVICE", "TO_HOST")
     }
-    assert set(mirror.STATUS_NAMES) == set(codes.values())
+    assert set(mirror.STATUS_NAMES) == {value for name, value in codes.items() if not name.startswith("TO_")}
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
@@ -135,7 +137,9 @@ def test_missing_functions_and_other_versions_are_refused(tmp_path: Path) -> Non
     old = compile_library(tmp_path, "int32_t detkern_abi_version() { return 99; }", "old")
     with pytest.raises(BackendUnavailable, match=f"ABI version 99, this detkern needs {mirror.ABI_VERSION}"):
         Library(old)
-    partial = "int32_t detkern_abi_version() { return 1; } const char* detkern_last_error() { return 0; }"
+    partial = (
+        "int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; } const char* detkern_last_error() { return 0; }"
+    )
     with pytest.raises(BackendUnavailable, match="no function detkern_gemm"):
         Library(compile_library(tmp_path, partial, "partial"))
 
@@ -155,6 +159,12 @@ int32_t detkern_gemm(const detkern_gemm_descriptor* d) { said = "told so"; retur
 int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* d) { said = 0; return d->a_dtype; }
 int32_t detkern_column_sum(const detkern_column_sum_descriptor* d) { said = "no sum"; return d->operand_dtype; }
 int32_t detkern_rows(const detkern_row_descriptor* d) { said = "no row"; return d->kind; }
+int32_t detkern_gemm_scratch(const detkern_gemm_descriptor* d, uint64_t* n) { *n = 96; said = "how"; return d->contract; }
+int32_t detkern_device_count(int32_t* n) { *n = 3; return 0; }
+int32_t detkern_get_device(detkern_device* d) { d->units = 7; said = "no such"; return d->index; }
+int32_t detkern_allocate(int32_t device, uint64_t, void** p) { static char at[8]; *p = at; said = "full"; return device; }
+int32_t detkern_free(int32_t, void*) { return 0; }
+int32_t detkern_copy(int32_t, void*, const void*, uint64_t n, int32_t) { said = "lost"; return (int32_t)n; }
 """
 
 
@@ -185,6 +195,16 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
         rows.kind = status
         with pytest.raises(error, match=rf"detkern_rows: .*\({status}\): no row"):
             library.rows(rows)
+        with pytest.raises(error, match=rf"detkern_gemm_scratch: .*\({status}\): how"):
+            library.gemm_scratch(descriptor)
+        with pytest.raises(error, match=rf"detkern_get_device: .*\({status}\): no such"):
+            library.device(status)
+        with pytest.raises(error, match=rf"detkern_allocate: .*\({status}\): full"), library.memory(status, 8):
+            pass
+        with pytest.raises(error, match=rf"detkern_copy: .*\({status}\): lost"):
+            library.copy(0, 1, 1, status, mirror.TO_DEVICE)
+    descriptor.contract = 0
+    assert (library.gemm_scratch(descriptor), library.device_count(), library.device(0).units) == (96, 3, 7)
 
 
 def test_the_key_covers_sources_flags_compiler_and_cpu(
@@ -199,7 +219,7 @@ def test_the_key_covers_sources_flags_compiler_and_cpu(
     made.add(build(small_recipe(tmp_path), build_module.Compiler(find_compiler().command, "another version")))
     monkeypatch.setattr(build_module, "cpu_features", lambda: "another machine")
     made.add(build(small_recipe(tmp_path)))
-    monkeypatch.setattr(build_module, "ABI_VERSION", 2)
+    monkeypatch.setattr(build_module, "ABI_VERSION", 99)
     made.add(build(small_recipe(tmp_path)))
     assert len(made) == 6
     assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
@@ -312,6 +332,6 @@ def test_nothing_in_the_recipe_may_change_the_arithmetic() -> None:
     assert not [flag for flag in flags if risky.match(flag)]
     assert {path.name for path in recipe.sources} >= {"fma.cpp", "mma.cpp", "tree.cpp", "fp8.cpp", "library.cpp"}
     folder = HEADER.parent.parent / "cpu"
-    assert set(recipe.headers) == {*folder.glob("*.h"), HEADER}
+    assert set(recipe.headers) == {*folder.glob("*.h"), *HEADER.parent.glob("*.h")}
     text = "\n".join(path.read_text() for path in (*recipe.sources, *recipe.headers))
     assert not re.search(r"#pragma\s+(GCC|STDC|clang|omp)|__attribute__\(\(optimize", text)

@@ -292,7 +292,7 @@ def test_the_same_bits_have_the_same_colour_and_others_do_not(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backend", "nothing"], "the backends are cpu, cuda, triton, native"),
+        (["--backend", "nothing"], "the backends are cpu, cuda, triton, musa, ascend, native"),
         (["--device", "cuda:63"], "--device cuda:63: not here"),
         (["--device", "abacus"], "there is cpu"),
         (["--device", "c p u"], "is no device"),

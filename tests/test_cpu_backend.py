@@ -16,13 +16,14 @@ import pytest
 from detkern import config, operands
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
+from detkern.abi.descriptors import gemm_descriptors
 from detkern.abi.library import Library
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract, TensorCoreStep
 from detkern.cpu import backend, compiled, numpy_replay
 from detkern.cpu.numpy_step import tensor_core_step
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
-from detkern.errors import ArgumentError, ContractUnsupported
+from detkern.errors import ArgumentError, ContractUnsupported, DeviceError
 from detkern.problem import GemmProblem, block_scaled_problem, gemm_problem
 from detkern.tensors import Device, TensorView
 
@@ -199,7 +200,7 @@ def test_strides_beyond_32_bits(contract: Contract, dtype: DType) -> None:
         size = element.itemsize
         return np.ndarray(shape, element.numpy, memory, first * size, [stride * size for stride in strides])
 
-    a, b = operands.generate("wide", dtype, (2, 20), 33), operands.generate("wide", dtype, (20, 2), 34)
+    a, b = operands.generate("normal", dtype, (2, 20), 33), operands.generate("normal", dtype, (20, 2), 34)
     far_a, far_b = spread((2, 20), (far, 1), dtype, 0), spread((20, 2), (1, -far), dtype, far + 32)
     far_a[...], far_b[...] = a, b
     want = numpy_replay.gemm(contract, a, b, out_dtype=F16)
@@ -306,9 +307,26 @@ def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, m
     assert backend.BACKEND.kernel(problem_of(FMA, F32, F32)).name == "numpy fma"
 
 
+def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Library) -> None:
+    assert native_library.device_count() == 1
+    assert native_library.device(0).name.decode().startswith("CPU, ")
+    assert native_library.device(0).units >= 1
+    with pytest.raises(ArgumentError, match="there is one CPU, not a number 1"):
+        native_library.device(1)
+    data, back = np.arange(5), np.zeros(5, int)
+    with native_library.memory(0, data.nbytes) as pointer:
+        native_library.copy(0, pointer, data.ctypes.data, data.nbytes, mirror.TO_DEVICE)
+        native_library.copy(0, back.ctypes.data, pointer, data.nbytes, mirror.TO_HOST)
+    assert (back == data).all()
+    template = gemm_descriptors(problem_of(TREE, BF16, BF16))[0][0]
+    assert native_library.gemm_scratch(mirror.GemmDescriptor.from_buffer_copy(template)) == 0
+    with pytest.raises(DeviceError, match="no memory for"), native_library.memory(0, 1 << 62):
+        pass
+
+
 def test_the_library_checks_descriptors_itself(native_library: Library) -> None:
     a = np.ones((2, 2), np.float32)
-    good = mirror.GemmDescriptor.from_buffer_copy(backend._gemm_descriptors(problem_of(FMA, F32, F32, k=2))[0][0])
+    good = mirror.GemmDescriptor.from_buffer_copy(gemm_descriptors(problem_of(FMA, F32, F32, k=2))[0][0])
     good.a = good.b = a.ctypes.data
     out = np.zeros((2, 2), np.float32)
     good.out = out.ctypes.data

@@ -60,9 +60,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 
 def row(
-    name: str, devices: tuple[str, ...] = ("cpu",), ops: tuple[str, ...] = ("gemm",), dispatched: bool = True
+    name: str,
+    devices: tuple[str, ...] = ("cpu",),
+    ops: tuple[str, ...] = ("gemm",),
+    dispatched: bool = True,
+    named_on: tuple[str, ...] = (),
 ) -> Row:
-    return Row(name, "", devices, ops, dispatched)
+    return Row(name, "", devices, ops, dispatched, named_on=named_on)
 
 
 def problem(device: Device = CPU) -> GemmProblem:
@@ -90,6 +94,16 @@ def test_a_row_that_is_not_dispatched_runs_only_when_named(install: Install) -> 
     install((row("named", dispatched=False), named))
     with pytest.raises(detkern.DeviceError, match="no backend has gemm on cpu"):
         registry.select("gemm", problem(), None)
+
+
+def test_a_row_may_be_dispatched_on_one_kind_of_device_and_only_named_on_another(install: Install) -> None:
+    emulated, other = Fake("emulated"), Fake("other")
+    install((row("emulated", ("cuda", "cpu"), named_on=("cpu",)), emulated), (row("other"), other))
+    assert registry.select("gemm", problem(CUDA), None) is emulated
+    assert registry.select("gemm", problem(), None) is other
+    assert registry.select("gemm", problem(), "emulated") is emulated
+    assert registry.passed_over("gemm", problem(), "other", False) == [("emulated", "runs only when named")]
+    assert registry.contract_for(BF16, CPU, None, None).name == "mma16"
 
 
 def test_no_backend_is_left(install: Install) -> None:
@@ -154,7 +168,9 @@ def test_defaults(dtype: DType, kind: str, capability: tuple[int, int] | None, e
     assert default_contract(dtype, kind, capability).name == expected
 
 
-def test_the_real_table() -> None:
+def test_the_real_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("DETKERN_MUSA_LIBRARY", "DETKERN_ASCEND_LIBRARY"):
+        monkeypatch.delenv(variable, raising=False)
     assert registry.backend_names()[0] == "cpu"
     assert not next(row for row in registry.TABLE if row.name == "native").dispatched
     assert all(row.dispatched for row in registry.TABLE if row.name != "native")
@@ -163,6 +179,8 @@ def test_the_real_table() -> None:
         assert backend.name == name
         assert backend is registry.load(name)
         assert backend.unavailable(CPU) is None
-    assert [(row.name, reason) for row, _, reason in registry.offers(CPU)] == [("cpu", None), ("native", None)]
+    assert [(row.name, reason is None) for row, _, reason in registry.offers(CPU)] == [
+        ("cpu", True), ("musa", False), ("ascend", False), ("native", True)
+    ]  # fmt: skip
     with pytest.raises(detkern.ArgumentError, match="backend='tpu' does not exist; the backends are cpu, "):
         registry.load("tpu")

@@ -51,11 +51,13 @@ def test_every_row_is_whole(row: Row) -> None:
 
 def test_the_order_of_dispatch() -> None:
     def order(kind: str) -> list[str]:
-        return [row.name for row in TABLE if kind in row.devices and row.dispatched]
+        return [row.name for row in TABLE if row.chosen_on(kind)]
 
     assert order("cuda") == ["cuda", "triton"]
     assert order("rocm") == ["triton"]
-    assert order("cpu")[0] == "cpu"
+    assert order("cpu") == ["cpu"], "on host memory the NPU backends run only when named"
+    assert order("musa") == ["musa"]
+    assert order("ascend") == ["ascend"]
     assert "native" not in registry.dispatched_names()
 
 
@@ -78,6 +80,29 @@ def test_a_package_that_is_not_installed(row: Row, monkeypatch: pytest.MonkeyPat
     _forget()
 
 
+def test_what_the_npu_backends_offer() -> None:
+    both = [(FMA, F16), (FMA, BF16), (TREE, F16), (TREE, BF16)]
+    for kind in ("musa", "cpu"):
+        assert set(requirements.row("musa").contracts(kind, None)) == {(FMA, F32), *both}
+    for kind in ("ascend", "cpu"):
+        assert set(requirements.row("ascend").contracts(kind, None)) == set(both)
+
+
+@ROWS
+def test_a_framework_whose_devices_cannot_be_listed(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernels take raw pointers it is no requirement: info says it of a kind that has no device."""
+    if row.framework is None:
+        return
+    monkeypatch.setitem(sys.modules, row.framework.module, None)
+    _forget()
+    said = f"{row.framework.title} is not installed; {row.framework.install}"
+    assert row.framework.missing() == said
+    assert row.not_installed() is None
+    assert said in _said_by_info(row.name, row.name)
+    assert said not in _said_by_info(row.name, "cpu")
+    _forget()
+
+
 @ROWS
 def test_contracts_types_and_kinds(row: Row) -> None:
     """Every pair that is offered passes; every other contract, type, kind and capability has a sentence that says what
@@ -86,9 +111,12 @@ def test_contracts_types_and_kinds(row: Row) -> None:
         for kind in offer.devices:
             inside = offer.first or (9, 0)
             for dtype in offer.contract.operands:
-                assert (
-                    row.refusal(offer.contract, dtype, kind, "the device", inside if kind == "cuda" else None) is None
-                )
+                said = row.refusal(offer.contract, dtype, kind, "the device", inside if kind == "cuda" else None)
+                if dtype in offer.operands:
+                    assert said is None
+                else:
+                    has = requirements.named(row.contracts(kind, None))
+                    assert said == f"{offer.contract} for {dtype.short} has no kernel here; the device has {has}"
             for dtype in {F32, F16, BF16} - set(offer.contract.operands):
                 said = row.refusal(offer.contract, dtype, kind, "the device", inside if kind == "cuda" else None)
                 takes = ", ".join(d.short for d in offer.contract.operands)
@@ -163,6 +191,7 @@ def _forget() -> None:
     triton_device.missing.cache_clear()
     triton_device.describe.cache_clear()
     devices._seen.cache_clear()
+    devices._extension.cache_clear()
     registry.load.cache_clear()
     from detkern.cu import device
 

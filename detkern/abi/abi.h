@@ -1,8 +1,9 @@
-/* The C ABI between detkern and its shared libraries (the CPU one here; MUSA's and Ascend's later).
+/* The C ABI between detkern and its shared libraries: the CPU's (cpu/), MUSA's and Ascend's (npu/).
  *
- * A library exports the functions at the end. Every descriptor begins with its own size in bytes, so that a library can
- * refuse one that it does not know. Strides are in elements of the operand's own type and may be zero or negative;
- * pointers give element [0, ..., 0] and may have any alignment. abi/mirror.py repeats these types in ctypes. */
+ * A library exports every function at the end; for an op that it does not have, one that returns DETKERN_UNSUPPORTED and
+ * says so. Every descriptor begins with its own size in bytes, so that a library can refuse one that it does not know.
+ * Strides are in elements of the operand's own type and may be zero or negative; pointers give element [0, ..., 0] and may
+ * have any alignment. abi/mirror.py repeats these types in ctypes. */
 #ifndef DETKERN_ABI_H
 #define DETKERN_ABI_H
 
@@ -12,7 +13,7 @@
 extern "C" {
 #endif
 
-#define DETKERN_ABI_VERSION 1
+#define DETKERN_ABI_VERSION 2
 #define DETKERN_MAX_BATCH_RANK 8
 #define DETKERN_MAX_SUM_RANK 62 /* more dimensions of two or more would be 2^63 rows */
 #define DETKERN_EXPORT __attribute__((visibility("default")))
@@ -56,6 +57,11 @@ enum detkern_status {
   DETKERN_DEVICE_FAULT = 4,
 };
 
+enum detkern_copy_direction {
+  DETKERN_TO_DEVICE = 1,
+  DETKERN_TO_HOST = 2,
+};
+
 /* What the library is. */
 typedef struct {
   uint64_t size;
@@ -64,6 +70,15 @@ typedef struct {
   uint64_t gemm_offers; /* bit (contract * 8 + dtype) is set where detkern_gemm takes that pair */
   char name[64];        /* backend and build, for people */
 } detkern_capabilities;
+
+/* One device that the library sees; `size` and `index` are the caller's, the rest is filled in. */
+typedef struct {
+  uint64_t size;
+  int32_t index;
+  int32_t units;   /* multiprocessors, vector cores or CPU threads */
+  char name[128];  /* the device, for people */
+  char driver[64]; /* versions of driver and runtime; a self-check holds for one device and driver */
+} detkern_device;
 
 /* out[batch, m, n] = contract(a[batch, m, k], b[batch, k, n]) (+ out) (+ bias[n]) */
 typedef struct {
@@ -89,6 +104,8 @@ typedef struct {
   void *out;
   const void *bias;
   void *stream;
+  void *scratch; /* detkern_gemm_scratch's bytes at a multiple of 256, until the stream's work so far has finished */
+  uint64_t scratch_bytes;
 } detkern_gemm_descriptor;
 
 /* out[m, n] = chain over blocks of 128 k of fma(scale_a[m, block] * scale_b[block, n], block product, acc) */
@@ -159,9 +176,18 @@ DETKERN_EXPORT int32_t detkern_abi_version(void);
 DETKERN_EXPORT const char *detkern_last_error(void);
 DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabilities);
 DETKERN_EXPORT int32_t detkern_gemm(const detkern_gemm_descriptor *descriptor);
+/* How much scratch memory detkern_gemm needs for a descriptor, whose pointers are not read. */
+DETKERN_EXPORT int32_t detkern_gemm_scratch(const detkern_gemm_descriptor *descriptor, uint64_t *bytes);
 DETKERN_EXPORT int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor *descriptor);
 DETKERN_EXPORT int32_t detkern_column_sum(const detkern_column_sum_descriptor *descriptor);
 DETKERN_EXPORT int32_t detkern_rows(const detkern_row_descriptor *descriptor);
+/* Devices and their memory, for callers that have no framework at hand; detkern_copy waits for all work on the device
+ * first and for the copy afterwards. Memory of the host is memory of the device where host_memory is 1. */
+DETKERN_EXPORT int32_t detkern_device_count(int32_t *count);
+DETKERN_EXPORT int32_t detkern_get_device(detkern_device *device);
+DETKERN_EXPORT int32_t detkern_allocate(int32_t device, uint64_t bytes, void **pointer);
+DETKERN_EXPORT int32_t detkern_free(int32_t device, void *pointer);
+DETKERN_EXPORT int32_t detkern_copy(int32_t device, void *to, const void *from, uint64_t bytes, int32_t direction);
 
 #ifdef __cplusplus
 }

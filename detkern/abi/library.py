@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ class Library:
 
     path:        the file.
     name:        what it calls itself.
+    host_memory: whether the pointers that it takes are host pointers.
     gemm_offers: the pairs (contract code, type code) that `gemm` takes.
 
     Raises BackendUnavailable where the file cannot be loaded, lacks a function, or has another ABI version.
@@ -46,6 +49,15 @@ class Library:
         self._block_scaled = self._function("detkern_block_scaled_gemm", [pointer(mirror.BlockScaledDescriptor)])
         self._column_sum = self._function("detkern_column_sum", [pointer(mirror.ColumnSumDescriptor)])
         self._rows = self._function("detkern_rows", [pointer(mirror.RowDescriptor)])
+        self._gemm_scratch = self._function(
+            "detkern_gemm_scratch", [pointer(mirror.GemmDescriptor), pointer(ctypes.c_uint64)]
+        )
+        self._device_count = self._function("detkern_device_count", [pointer(ctypes.c_int32)])
+        self._get_device = self._function("detkern_get_device", [pointer(mirror.Device)])
+        size, address = ctypes.c_uint64, ctypes.c_void_p
+        self._allocate = self._function("detkern_allocate", [ctypes.c_int32, size, pointer(address)])
+        self._free = self._function("detkern_free", [ctypes.c_int32, address])
+        self._copy = self._function("detkern_copy", [ctypes.c_int32, address, address, size, ctypes.c_int32])
         get_capabilities = self._function("detkern_get_capabilities", [pointer(mirror.Capabilities)])
         capabilities = mirror.described(mirror.Capabilities)
         if status := get_capabilities(capabilities):
@@ -74,6 +86,44 @@ class Library:
         """Run `descriptor`; a status other than 0 raises with the library's own words."""
         if status := self._rows(descriptor):
             self._fail("detkern_rows", status)
+
+    def gemm_scratch(self, descriptor: mirror.GemmDescriptor) -> int:
+        """Bytes of scratch memory that `gemm` needs for `descriptor`, whose pointers are not read."""
+        count = ctypes.c_uint64()
+        if status := self._gemm_scratch(descriptor, count):
+            self._fail("detkern_gemm_scratch", status)
+        return count.value
+
+    def device_count(self) -> int:
+        """How many devices the library sees."""
+        count = ctypes.c_int32()
+        if status := self._device_count(count):
+            self._fail("detkern_device_count", status)
+        return count.value
+
+    def device(self, index: int) -> mirror.Device:
+        """What the library knows of a device."""
+        device = mirror.described(mirror.Device)
+        device.index = index
+        if status := self._get_device(device):
+            self._fail("detkern_get_device", status)
+        return device
+
+    @contextmanager
+    def memory(self, device: int, size: int) -> Iterator[int]:
+        """The address of `size` bytes of a device's memory, freed at the end."""
+        address = ctypes.c_void_p()
+        if status := self._allocate(device, size, address):
+            self._fail("detkern_allocate", status)
+        try:
+            yield address.value or 0
+        finally:
+            self._free(device, address)
+
+    def copy(self, device: int, to: int, source: int, size: int, direction: int) -> None:
+        """Copy `size` bytes between host and device (mirror.TO_DEVICE, TO_HOST), after all work on the device."""
+        if status := self._copy(device, to, source, size, direction):
+            self._fail("detkern_copy", status)
 
     def _function(self, name: str, arguments: list[Any], result: Any = ctypes.c_int32) -> Any:
         try:

@@ -10,15 +10,18 @@ __all__ = [
     "MAX_BATCH_RANK",
     "MAX_SUM_RANK",
     "STATUS_NAMES",
+    "TO_DEVICE",
+    "TO_HOST",
     "BlockScaledDescriptor",
     "Capabilities",
     "ColumnSumDescriptor",
+    "Device",
     "GemmDescriptor",
     "RowDescriptor",
     "described",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_BATCH_RANK = 8
 MAX_SUM_RANK = 62
 
@@ -35,6 +38,9 @@ STATUS_NAMES = {
     DEVICE_FAULT: "device fault",
 }
 
+TO_DEVICE = 1
+TO_HOST = 2
+
 _Batch = c_int64 * MAX_BATCH_RANK
 _SumBatch = c_int64 * MAX_SUM_RANK
 
@@ -48,6 +54,18 @@ class Capabilities(Structure):
         ("host_memory", c_int32),
         ("gemm_offers", c_uint64),
         ("name", c_char * 64),
+    )
+
+
+class Device(Structure):
+    """detkern_device."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("index", c_int32),
+        ("units", c_int32),
+        ("name", c_char * 128),
+        ("driver", c_char * 64),
     )
 
 
@@ -83,6 +101,8 @@ class GemmDescriptor(Structure):
         ("out", c_void_p),
         ("bias", c_void_p),
         ("stream", c_void_p),
+        ("scratch", c_void_p),
+        ("scratch_bytes", c_uint64),
     )
 
 

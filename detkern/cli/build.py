@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.progress import track
@@ -12,6 +14,9 @@ from rich.progress import track
 from ..contracts import CONTRACTS
 from ..errors import BackendUnavailable, ContractUnsupported
 from .options import contracts_option
+
+if TYPE_CHECKING:
+    from ..npu.toolchain import Toolchain
 
 __all__ = ["build"]
 
@@ -76,3 +81,77 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
         pass
     seconds = time.perf_counter() - start
     click.echo(f"{len(wanted)} kernels for {architecture} in {seconds:.0f} s, in {kernel_folder()}")
+
+
+_OUTPUT = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the library goes; default: the cache folder, where the backend looks for it.",
+)
+
+
+def _library(toolchain: Toolchain, architectures: tuple[str, ...], output: Path | None) -> None:
+    from ..npu.toolchain import build_library
+
+    start = time.perf_counter()
+    library = build_library(toolchain, architectures, output)
+    click.echo(f"{library} in {time.perf_counter() - start:.0f} s")
+    if output is not None:
+        click.echo(f"set {toolchain.platform.variable}={library} for the backend to use it")
+
+
+@build.command()
+@click.option(
+    "--arch",
+    "architectures",
+    multiple=True,
+    metavar="NAME",
+    help="mp_21, mp_22 or mp_31, may be repeated; default: all.",
+)
+@_OUTPUT
+def musa(architectures: tuple[str, ...], output: Path | None) -> None:
+    """Compile the MUSA library with mcc, of MUSA_HOME or the PATH.
+
+    With no Moore Threads device visible it is built only where FORCE_MUSA=1 is set. The sources have been run in
+    emulation only: building and running on the device is unverified.
+
+    \b
+    Examples:
+      detkern build musa
+      FORCE_MUSA=1 detkern build musa --arch mp_31 --output detkern-musa.so
+
+    \b
+    Exit codes: 0 built, 2 no compiler or no device, or the compiler refused a source.
+    """
+    from ..npu.toolchain import MUSA
+
+    _library(MUSA, architectures, output)
+
+
+@build.command()
+@click.option(
+    "--arch",
+    "architectures",
+    multiple=True,
+    metavar="NAME",
+    help="dav-2201 (Atlas A2 and A3), the only one and default.",
+)
+@_OUTPUT
+def ascend(architectures: tuple[str, ...], output: Path | None) -> None:
+    """Compile the Ascend library with CANN's bisheng, of ASCEND_HOME_PATH or the PATH.
+
+    With no Ascend device visible it is built only where FORCE_ASCEND=1 is set. The sources have been run in emulation
+    only: building and running on the device is unverified.
+
+    \b
+    Examples:
+      detkern build ascend
+      FORCE_ASCEND=1 detkern build ascend --output detkern-ascend.so
+
+    \b
+    Exit codes: 0 built, 2 no compiler or no device, or the compiler refused a source.
+    """
+    from ..npu.toolchain import ASCEND
+
+    _library(ASCEND, architectures, output)

@@ -1,4 +1,5 @@
-"""Which devices there are, and NumPy arrays put on one and brought back."""
+"""Which devices there are, and NumPy arrays put on one and brought back: CuPy's arrays on CUDA devices, PyTorch's tensors on
+those of torch_musa and torch_npu."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import registry
-from ..dtypes import BF16, F16, F32, from_numpy
+from ..dtypes import BF16, F16, F32, by_name, from_numpy
 from ..errors import DeviceError
 from ..requirements import row
 from ..tensors import Device
 from .compare import bits
 
-__all__ = ["array_module", "devices", "fetch", "no_device", "place"]
+__all__ = ["array_module", "bit_patterns", "devices", "fetch", "negative_strides", "no_device", "place"]
 
 
 @cache
@@ -38,18 +39,40 @@ def _seen() -> tuple[str, int, str | None]:
     return kind, count, None if count else f"CuPy shows no {kind} device"
 
 
+# Kinds of device that a PyTorch extension brings, and PyTorch's names for them.
+_EXTENSIONS = {"musa": "musa", "ascend": "npu"}
+
+
+@cache
+def _extension(kind: str) -> tuple[int, str | None]:
+    """The number of devices that a PyTorch extension sees, and why it is none."""
+    package = row(kind).framework
+    assert package is not None
+    if missing := package.missing():
+        return 0, f"{missing}; {kind} devices are reached through its tensors"
+    try:
+        torch = importlib.import_module("torch")
+        importlib.import_module(package.module)
+        count = int(getattr(torch, _EXTENSIONS[kind]).device_count())
+    except Exception as error:  # noqa: BLE001  whatever a vendor's driver says
+        return 0, f"{package.title} shows no device: {type(error).__name__}: {error}"
+    return count, None if count else f"{package.title} shows no device"
+
+
 def devices() -> list[Device]:
-    """The CPU, then the CUDA or ROCm devices that CuPy sees, of the kinds that some backend serves."""
+    """The CPU, then the devices that CuPy, torch_musa and torch_npu see, of the kinds that some backend serves."""
     kinds = {kind for row in registry.TABLE for kind in row.devices}
-    found = [Device("cpu")] if "cpu" in kinds else []
-    kind, count, _ = _seen()
-    return found + [Device(kind, index) for index in range(count if kind in kinds else 0)]
+    seen, count, _ = _seen()
+    counts = {"cpu": 1, seen: count} | {kind: _extension(kind)[0] for kind in _EXTENSIONS}
+    return [Device(kind, index) for kind, count in counts.items() if kind in kinds for index in range(count)]
 
 
 def no_device(kind: str) -> str | None:
     """Why there is no device of this kind, or None where there is one."""
     if kind == "cpu":
         return None
+    if kind in _EXTENSIONS:
+        return _extension(kind)[1]
     seen, _, reason = _seen()
     if seen == kind or (kind == "cuda" and reason is not None):
         return reason
@@ -60,16 +83,36 @@ def no_device(kind: str) -> str | None:
 
 def array_module(device: Device) -> ModuleType:
     """The framework whose arrays `place` makes."""
-    return np if device.kind == "cpu" else importlib.import_module("cupy")
+    if device.kind == "cpu":
+        return np
+    return importlib.import_module("torch" if device.kind in _EXTENSIONS else "cupy")
+
+
+def negative_strides(device: Device) -> bool:
+    """Whether the arrays that `place` makes may be reversed without a copy."""
+    return device.kind not in _EXTENSIONS
+
+
+def bit_patterns(array: Any) -> Any:
+    """The array as integers of the same size, without a copy."""
+    if hasattr(array, "data_ptr"):
+        torch = importlib.import_module("torch")
+        return array.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[array.element_size()])
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def place(array: npt.NDArray[Any], device: Device) -> Any:
-    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA or ROCm device.
+    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA or ROCm device, else PyTorch's.
 
     Raises DeviceError where the framework has no such type (bfloat16 needs CuPy 14 with ml_dtypes).
     """
     if device.kind == "cpu":
         return np.array(array, order="C")
+    if device.kind in _EXTENSIONS:
+        torch = array_module(device)
+        signed = bits(array).view(f"i{array.dtype.itemsize}")
+        host = torch.from_numpy(signed.copy()).view(getattr(torch, array.dtype.name))
+        return host.to(f"{_EXTENSIONS[device.kind]}:{device.index}")
     if device.kind not in ("cuda", "rocm"):
         raise DeviceError(f"no arrays can be put on {device}")
     cupy = array_module(device)
@@ -82,9 +125,14 @@ def place(array: npt.NDArray[Any], device: Device) -> Any:
 
 
 def fetch(array: Any) -> npt.NDArray[Any]:
-    """The elements of a NumPy or CuPy array in any layout, as a NumPy array; waits for the device."""
+    """The elements of an array of `place`'s in any layout, as a NumPy array; waits for the device."""
     if isinstance(array, np.ndarray):
         return array
+    if hasattr(array, "data_ptr"):
+        dtype = by_name(str(array.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise DeviceError(f"a tensor of {array.dtype} is no result")
+        return np.asarray(bit_patterns(array.cpu().contiguous()).numpy()).view(dtype.numpy)
     dtype = np.dtype(array.dtype)
     if from_numpy(dtype) in (F32, F16):
         return np.asarray(array.get())

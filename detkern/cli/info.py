@@ -127,7 +127,8 @@ def _without_device(row: registry.Row, kind: str) -> dict[str, Any]:
 
 
 def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
-    record: dict[str, Any] = {"name": row.name, "device": str(device), "dispatched": row.dispatched, "contracts": {}}
+    record: dict[str, Any] = {"name": row.name, "device": str(device), "contracts": {}}
+    record["dispatched"] = row.chosen_on(device.kind)
     try:
         backend = registry.load(row.name)
         reason = backend.unavailable(device)

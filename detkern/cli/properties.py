@@ -17,7 +17,7 @@ from .. import config
 from ..dtypes import E4M3, F32, DType
 from ..operands import generate
 from ..tensors import Device
-from .devices import array_module, fetch
+from .devices import array_module, bit_patterns, fetch, negative_strides
 from .results import Tally
 from .subject import Array, Operands, Subject, sample
 
@@ -266,6 +266,8 @@ def layouts(subject: Subject, effort: Effort, tally: Tally) -> None:
         scales = [None if s is None else subject.place(s) for s in (operands.scale_a, operands.scale_b)]
         a, b = subject.place(operands.a), subject.place(operands.b)
         for label, layout in LAYOUTS.items():
+            if label == "reversed" and not negative_strides(subject.device):
+                continue
             other = layout(operands.a, subject.place)
             tally.check(f"{kind} a {label}", fetch(subject.call(other, b, *scales)), whole)
             other = layout(operands.b, subject.place)
@@ -316,8 +318,7 @@ def _strided_output(
         return before[0]
 
     layout(marker, remember)
-    patterns = np.dtype(f"u{marker.itemsize}")
-    out.view(patterns)[...] = subject.place(marker).view(patterns)
+    bit_patterns(out)[...] = bit_patterns(subject.place(marker))
     tally.check(f"{kind} around {label}", fetch(buffers[0]).reshape(before[0].shape), before[0], draw=False)
 
 

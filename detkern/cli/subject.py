@@ -219,7 +219,7 @@ def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list
     """What the backends that dispatch chooses, and those named, compute on a device; `reasons` gets why others do not."""
     subjects = []
     for row in registry.TABLE:
-        if device.kind not in row.devices or not (row.dispatched or row.name in named):
+        if device.kind not in row.devices or not (row.chosen_on(device.kind) or row.name in named):
             continue
         backend = registry.load(row.name)
         if reason := backend.unavailable(device):

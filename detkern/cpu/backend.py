@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import config
 from ..abi import mirror
+from ..abi.descriptors import block_scaled_descriptor, column_sum_descriptor, gemm_descriptors, row_descriptor
 from ..abi.library import Library
 from ..backend import Execution, Kernel
 from ..contracts import CONTRACTS, FP8_BLOCK128, Contract
@@ -120,7 +121,7 @@ class CpuBackend:
         if native is None:
             _numpy_gemm(problem, a, b, out, bias)
             return
-        descriptors = _gemm_descriptors(problem)
+        descriptors = gemm_descriptors(problem)
         count = _threads()
         for template, (a_offset, b_offset, out_offset) in descriptors:
             descriptor = mirror.GemmDescriptor.from_buffer_copy(template)
@@ -140,7 +141,7 @@ class CpuBackend:
         if native is None:
             _numpy_block_scaled_gemm(problem, a, scale_a, b, scale_b, out)
             return
-        descriptor = mirror.BlockScaledDescriptor.from_buffer_copy(_block_scaled_descriptor(problem))
+        descriptor = mirror.BlockScaledDescriptor.from_buffer_copy(block_scaled_descriptor(problem))
         descriptor.threads = _threads()
         descriptor.a = a.pointer
         descriptor.scale_a = scale_a.pointer
@@ -154,7 +155,7 @@ class CpuBackend:
         if native is None:
             _numpy_column_sum(problem, dc, out)
             return
-        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(_column_sum_descriptor(problem))
+        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptor(problem))
         descriptor.threads = _threads()
         descriptor.dc = dc.pointer
         descriptor.out = out.pointer
@@ -167,7 +168,7 @@ class CpuBackend:
         if native is None:
             _numpy_rows(problem, a, b, out)
             return
-        descriptor = mirror.RowDescriptor.from_buffer_copy(_row_descriptor(problem))
+        descriptor = mirror.RowDescriptor.from_buffer_copy(row_descriptor(problem))
         descriptor.threads = _threads()
         descriptor.a = a.pointer
         if b is not None:
@@ -186,88 +187,6 @@ def _threads() -> int:
 def _at_most_threads() -> str:
     count = _threads()
     return f"at most {count} thread{'s' if count > 1 else ''}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """The descriptors without threads and pointers, one for each index of the batch dimensions that exceed the ABI's,
-    each with the bytes from the operands' pointers to its own a, b and out."""
-    outer = problem.batch[: -mirror.MAX_BATCH_RANK]
-    d = mirror.described(mirror.GemmDescriptor)
-    d.contract = problem.contract.code
-    d.operand_dtype = problem.a.dtype.code
-    d.out_dtype = problem.out.dtype.code
-    d.accumulate = int(problem.accumulate)
-    d.batch_rank = len(problem.batch) - len(outer)
-    d.m, d.n, d.k = problem.m, problem.n, problem.k
-    for index, size in enumerate(problem.batch[len(outer) :]):
-        d.batch_shape[index] = size
-        d.a_batch_strides[index] = problem.a.batch_strides[len(outer) + index]
-        d.b_batch_strides[index] = problem.b.batch_strides[len(outer) + index]
-        d.out_batch_strides[index] = problem.out.batch_strides[len(outer) + index]
-    d.a_row_stride, d.a_col_stride = problem.a.row_stride, problem.a.col_stride
-    d.b_row_stride, d.b_col_stride = problem.b.row_stride, problem.b.col_stride
-    d.out_row_stride, d.out_col_stride = problem.out.row_stride, problem.out.col_stride
-    if problem.bias is not None:
-        d.bias_dtype = problem.bias.dtype.code
-        d.bias_stride = problem.bias.stride
-    template = bytes(d)
-    return [
-        (template, (_offset(problem.a, index), _offset(problem.b, index), _offset(problem.out, index)))
-        for index in np.ndindex(*outer)
-    ]
-
-
-def _offset(matrix: Matrix, index: tuple[int, ...]) -> int:
-    """Bytes to the element at `index` of the leading batch dimensions."""
-    return sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False)) * matrix.dtype.itemsize
-
-
-@functools.lru_cache(maxsize=1024)
-def _block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
-    d = mirror.described(mirror.BlockScaledDescriptor)
-    d.a_dtype, d.b_dtype, d.out_dtype = problem.a.dtype.code, problem.b.dtype.code, problem.out.dtype.code
-    d.accumulate = int(problem.accumulate)
-    d.m, d.n, d.k = problem.m, problem.n, problem.k
-    for name in ("a", "scale_a", "b", "scale_b", "out"):
-        matrix: Matrix = getattr(problem, name)
-        setattr(d, f"{name}_row_stride", matrix.row_stride)
-        setattr(d, f"{name}_col_stride", matrix.col_stride)
-    return bytes(d)
-
-
-@functools.lru_cache(maxsize=1024)
-def _column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
-    d = mirror.described(mirror.ColumnSumDescriptor)
-    d.operand_dtype, d.out_dtype = problem.dc.dtype.code, problem.out.dtype.code
-    d.accumulate = int(problem.accumulate)
-    d.m, d.n = problem.m, problem.n
-    d.batch_rank = len(problem.batch)
-    for index, size in enumerate(problem.batch):
-        d.batch_shape[index] = size
-        d.batch_strides[index] = problem.dc.batch_strides[index]
-    d.row_stride, d.col_stride = problem.dc.row_stride, problem.dc.col_stride
-    d.out_stride = problem.out.stride
-    return bytes(d)
-
-
-@functools.lru_cache(maxsize=1024)
-def _row_descriptor(problem: RowProblem) -> bytes:
-    d = mirror.described(mirror.RowDescriptor)
-    d.kind = int(problem.kind)
-    d.batch_rank = len(problem.batch)
-    d.m, d.n = problem.m, problem.n
-    for index, size in enumerate(problem.batch):
-        d.batch_shape[index] = size
-    for name, matrix in (("a", problem.a), ("b", problem.b), ("out", problem.out)):
-        if matrix is not None:
-            setattr(d, f"{name}_dtype", matrix.dtype.code)
-            strides = getattr(d, f"{name}_batch_strides")
-            for index, stride in enumerate(matrix.batch_strides):
-                strides[index] = stride
-            setattr(d, f"{name}_row_stride", matrix.row_stride)
-            setattr(d, f"{name}_col_stride", matrix.col_stride)
-    return bytes(d)
 
 
 def _numpy_gemm(problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None) -> None:

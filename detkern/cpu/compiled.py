@@ -22,7 +22,7 @@ def recipe() -> Recipe:
     return Recipe(
         name="detkern-cpu",
         sources=tuple(sorted(_FOLDER.glob("*.cpp"))),
-        headers=(*sorted(_FOLDER.glob("*.h")), _FOLDER.parent / "abi" / "abi.h"),
+        headers=(*sorted(_FOLDER.glob("*.h")), *sorted((_FOLDER.parent / "abi").glob("*.h"))),
         flags=(
             "-O3", "-std=c++17", native, "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
             "-ffp-contract=off", "-fno-fast-math",

@@ -1,27 +1,19 @@
 // The C ABI's entry points: check the descriptor, turn it into a job, run the contract. No exception leaves.
-#include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <new>
+#include <thread>
 #include <utility>
 
-#include "../abi/abi.h"
+#include "../abi/checks.h"
 #include "environment.h"
 #include "job.h"
 #include "simd.h"
 
 namespace detkern {
 namespace {
-
-thread_local char last_error[512];
-
-__attribute__((format(printf, 2, 3))) int32_t fail(int32_t status, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(last_error, sizeof last_error, format, arguments);
-  va_end(arguments);
-  return status;
-}
 
 struct Offer {
   int contract;
@@ -36,7 +28,14 @@ constexpr Offer OFFERS[] = {
     {DETKERN_TREE_MMA16, HALVES, run_tree_mma16},
 };
 
-bool is_output(int dtype) { return dtype == DETKERN_F32 || dtype == DETKERN_F16 || dtype == DETKERN_BF16; }
+constexpr uint64_t offered() {
+  uint64_t bits = 0;
+  for (const Offer& candidate : OFFERS)
+    for (int dtype = 0; dtype < 8; ++dtype)
+      if (candidate.dtypes >> dtype & 1u) bits |= offer(candidate.contract, dtype);
+  return bits;
+}
+
 bool is_fp8(int dtype) { return dtype == DETKERN_E4M3 || dtype == DETKERN_E5M2; }
 
 // The vector lanes run along B's columns.
@@ -63,38 +62,18 @@ int32_t run(void (*kernel)(const AnyJob&), const AnyJob& job) {
 }
 
 int32_t gemm(const detkern_gemm_descriptor* d) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "gemm descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
-  const Offer* offer = nullptr;
-  for (const Offer& candidate : OFFERS)
-    if (candidate.contract == d->contract) offer = &candidate;
-  if (!offer) return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
-  if (d->operand_dtype < 0 || d->operand_dtype > 31 || !(offer->dtypes >> d->operand_dtype & 1u))
-    return fail(DETKERN_UNSUPPORTED, "contract %d does not take operands of type %d", d->contract, d->operand_dtype);
-  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
-  if (d->bias_dtype && !is_output(d->bias_dtype))
-    return fail(DETKERN_UNSUPPORTED, "bias_dtype %d is not f32, f16 or bf16", d->bias_dtype);
-  if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
-  if (d->accumulate && d->bias_dtype) return fail(DETKERN_INVALID, "accumulate and bias exclude each other");
-  if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
-  if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_BATCH_RANK)
-    return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_BATCH_RANK);
-  bool empty = d->m == 0 || d->n == 0;
+  bool empty;
+  if (const int32_t status = check_gemm(d, offered(), empty)) return status;
+  if (empty) return DETKERN_OK;
   Job job{};
   const int64_t size = itemsize(d->operand_dtype), out_size = itemsize(d->out_dtype);
   job.batch_rank = d->batch_rank;
   for (int i = 0; i < d->batch_rank; ++i) {
-    if (d->batch_shape[i] < 0) return fail(DETKERN_INVALID, "negative batch_shape");
-    empty |= d->batch_shape[i] == 0;
     job.batch_shape[i] = d->batch_shape[i];
     job.a.batch_strides[i] = d->a_batch_strides[i] * size;
     job.b.batch_strides[i] = d->b_batch_strides[i] * size;
     job.out_batch_strides[i] = d->out_batch_strides[i] * out_size;
   }
-  if (empty) return DETKERN_OK;
-  if (!d->out || (d->k && (!d->a || !d->b)) || (d->bias_dtype && !d->bias))
-    return fail(DETKERN_INVALID, "a null pointer where elements are");
   job.a.data = static_cast<const char*>(d->a);
   job.b.data = static_cast<const char*>(d->b);
   job.a.dtype = job.b.dtype = d->operand_dtype;
@@ -113,7 +92,9 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
   exchange_thin(job);
-  return run(offer->run, job);
+  for (const Offer& candidate : OFFERS)
+    if (candidate.contract == d->contract) return run(candidate.run, job);
+  return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
 }
 
 int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
@@ -122,7 +103,7 @@ int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
                 d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
   if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
     return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
-  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
   if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
   if (d->k % 128) return fail(DETKERN_UNSUPPORTED, "k = %lld is not a multiple of 128", static_cast<long long>(d->k));
@@ -158,29 +139,13 @@ int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
 }
 
 int32_t column_sum(const detkern_column_sum_descriptor* d) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "column-sum descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
-  if (!is_output(d->operand_dtype))
-    return fail(DETKERN_UNSUPPORTED, "operand_dtype %d is not f32, f16 or bf16", d->operand_dtype);
-  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
-  if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
-  if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
-  if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
-    return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
   SumJob job{};
-  job.rows = d->m;
-  job.batch_rank = d->batch_rank;
-  job.batch_shape = d->batch_shape;
-  const int64_t size = itemsize(d->operand_dtype);
-  for (int i = 0; i < d->batch_rank; ++i) {
-    if (d->batch_shape[i] < 0) return fail(DETKERN_INVALID, "negative batch_shape");
-    if (d->batch_shape[i] == 0) job.rows = 0;
-    job.batch_strides[i] = d->batch_strides[i] * size;
-  }
-  if (job.rows == 0) job.batch_rank = 0;
+  if (const int32_t status = check_column_sum(d, job.rows)) return status;
   if (d->n == 0) return DETKERN_OK;
-  if (!d->out || (job.rows && !d->dc)) return fail(DETKERN_INVALID, "a null pointer where elements are");
+  const int64_t size = itemsize(d->operand_dtype);
+  job.batch_rank = job.rows ? d->batch_rank : 0;
+  job.batch_shape = d->batch_shape;
+  for (int i = 0; i < d->batch_rank; ++i) job.batch_strides[i] = d->batch_strides[i] * size;
   job.dc = static_cast<const char*>(d->dc);
   job.dtype = d->operand_dtype;
   job.columns = d->n;
@@ -215,10 +180,10 @@ int32_t rows(const detkern_row_descriptor* d) {
   const bool two = d->kind >= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
   const bool reduces = d->kind <= DETKERN_ROW_MEAN_SQUARE;
   const bool spreads = d->kind >= DETKERN_ROW_SUM_BACKWARD && d->kind <= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
-  if (!is_output(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
-  if (two ? !is_output(d->b_dtype) : d->b_dtype != 0)
+  if (!is_output_type(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
+  if (two ? !is_output_type(d->b_dtype) : d->b_dtype != 0)
     return fail(DETKERN_UNSUPPORTED, "b_dtype %d of row operation %d", d->b_dtype, d->kind);
-  if (!is_output(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
   if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
     return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
@@ -259,10 +224,7 @@ int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
     return fail(DETKERN_INVALID, "capabilities struct of another size than this library's %zu", sizeof *capabilities);
   capabilities->abi_version = DETKERN_ABI_VERSION;
   capabilities->host_memory = 1;
-  capabilities->gemm_offers = 0;
-  for (const Offer& offer : OFFERS)
-    for (int dtype = 0; dtype < 8; ++dtype)
-      if (offer.dtypes >> dtype & 1u) capabilities->gemm_offers |= uint64_t(1) << (offer.contract * 8 + dtype);
+  capabilities->gemm_offers = offered();
   std::snprintf(capabilities->name, sizeof capabilities->name, "cpu %s fma=%dx%d mma=%dx%d", INSTRUCTION_SET, FMA_ROWS,
                 TILE_COLUMNS, MMA_ROWS, TILE_COLUMNS);
   return DETKERN_OK;
@@ -271,6 +233,11 @@ int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
 int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
   detkern::last_error[0] = 0;
   return detkern::gemm(descriptor);
+}
+
+int32_t detkern_gemm_scratch(const detkern_gemm_descriptor*, uint64_t* bytes) {
+  *bytes = 0;
+  return DETKERN_OK;
 }
 
 int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* descriptor) {
@@ -286,6 +253,40 @@ int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
 int32_t detkern_rows(const detkern_row_descriptor* descriptor) {
   detkern::last_error[0] = 0;
   return detkern::rows(descriptor);
+}
+
+int32_t detkern_device_count(int32_t* count) {
+  *count = 1;
+  return DETKERN_OK;
+}
+
+int32_t detkern_get_device(detkern_device* device) {
+  using namespace detkern;
+  last_error[0] = 0;
+  if (!device || device->size != sizeof *device)
+    return fail(DETKERN_INVALID, "device struct of another size than this library's %zu", sizeof *device);
+  if (device->index != 0) return fail(DETKERN_INVALID, "there is one CPU, not a number %d", device->index);
+  device->units = int32_t(std::thread::hardware_concurrency());
+  std::snprintf(device->name, sizeof device->name, "CPU, %s", INSTRUCTION_SET);
+  device->driver[0] = 0;
+  return DETKERN_OK;
+}
+
+int32_t detkern_allocate(int32_t, uint64_t bytes, void** pointer) {
+  using namespace detkern;
+  last_error[0] = 0;
+  *pointer = std::malloc(bytes ? bytes : 1);
+  return *pointer ? int32_t(DETKERN_OK) : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
+}
+
+int32_t detkern_free(int32_t, void* pointer) {
+  std::free(pointer);
+  return DETKERN_OK;
+}
+
+int32_t detkern_copy(int32_t, void* to, const void* from, uint64_t bytes, int32_t) {
+  std::memmove(to, from, bytes);
+  return DETKERN_OK;
 }
 
 }  // extern "C"

@@ -1,0 +1,97 @@
+"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the next."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
+from . import mirror
+
+__all__ = ["block_scaled_descriptor", "column_sum_descriptor", "gemm_descriptors", "row_descriptor"]
+
+
+@functools.lru_cache(maxsize=1024)
+def gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """The descriptors without threads and pointers, one for each index of the batch dimensions that exceed the ABI's,
+    each with the bytes from the operands' pointers to its own a, b and out."""
+    outer = problem.batch[: -mirror.MAX_BATCH_RANK]
+    d = mirror.described(mirror.GemmDescriptor)
+    d.contract = problem.contract.code
+    d.operand_dtype = problem.a.dtype.code
+    d.out_dtype = problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.batch_rank = len(problem.batch) - len(outer)
+    d.m, d.n, d.k = problem.m, problem.n, problem.k
+    for index, size in enumerate(problem.batch[len(outer) :]):
+        d.batch_shape[index] = size
+        d.a_batch_strides[index] = problem.a.batch_strides[len(outer) + index]
+        d.b_batch_strides[index] = problem.b.batch_strides[len(outer) + index]
+        d.out_batch_strides[index] = problem.out.batch_strides[len(outer) + index]
+    d.a_row_stride, d.a_col_stride = problem.a.row_stride, problem.a.col_stride
+    d.b_row_stride, d.b_col_stride = problem.b.row_stride, problem.b.col_stride
+    d.out_row_stride, d.out_col_stride = problem.out.row_stride, problem.out.col_stride
+    if problem.bias is not None:
+        d.bias_dtype = problem.bias.dtype.code
+        d.bias_stride = problem.bias.stride
+    template = bytes(d)
+    return [
+        (template, (_offset(problem.a, index), _offset(problem.b, index), _offset(problem.out, index)))
+        for index in np.ndindex(*outer)
+    ]
+
+
+def _offset(matrix: Matrix, index: tuple[int, ...]) -> int:
+    """Bytes to the element at `index` of the leading batch dimensions."""
+    return sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False)) * matrix.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
+    """The one descriptor."""
+    d = mirror.described(mirror.BlockScaledDescriptor)
+    d.a_dtype, d.b_dtype, d.out_dtype = problem.a.dtype.code, problem.b.dtype.code, problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.m, d.n, d.k = problem.m, problem.n, problem.k
+    for name in ("a", "scale_a", "b", "scale_b", "out"):
+        matrix: Matrix = getattr(problem, name)
+        setattr(d, f"{name}_row_stride", matrix.row_stride)
+        setattr(d, f"{name}_col_stride", matrix.col_stride)
+    return bytes(d)
+
+
+@functools.lru_cache(maxsize=1024)
+def column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
+    """The one descriptor."""
+    d = mirror.described(mirror.ColumnSumDescriptor)
+    d.operand_dtype, d.out_dtype = problem.dc.dtype.code, problem.out.dtype.code
+    d.accumulate = int(problem.accumulate)
+    d.m, d.n = problem.m, problem.n
+    d.batch_rank = len(problem.batch)
+    for index, size in enumerate(problem.batch):
+        d.batch_shape[index] = size
+        d.batch_strides[index] = problem.dc.batch_strides[index]
+    d.row_stride, d.col_stride = problem.dc.row_stride, problem.dc.col_stride
+    d.out_stride = problem.out.stride
+    return bytes(d)
+
+
+@functools.lru_cache(maxsize=1024)
+def row_descriptor(problem: RowProblem) -> bytes:
+    """The one descriptor."""
+    d = mirror.described(mirror.RowDescriptor)
+    d.kind = int(problem.kind)
+    d.batch_rank = len(problem.batch)
+    d.m, d.n = problem.m, problem.n
+    for index, size in enumerate(problem.batch):
+        d.batch_shape[index] = size
+    for name, matrix in (("a", problem.a), ("b", problem.b), ("out", problem.out)):
+        if matrix is not None:
+            setattr(d, f"{name}_dtype", matrix.dtype.code)
+            strides = getattr(d, f"{name}_batch_strides")
+            for index, stride in enumerate(matrix.batch_strides):
+                strides[index] = stride
+            setattr(d, f"{name}_row_stride", matrix.row_stride)
+            setattr(d, f"{name}_col_stride", matrix.col_stride)
+    return bytes(d)

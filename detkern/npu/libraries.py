@@ -1,0 +1,75 @@
+"""Which library serves a platform, and loading it once.
+
+The environment variable names one; without it, what `detkern build` left in the cache folder serves the platform's own
+devices. A library that takes host memory (the kernels compiled against emulation headers) is loaded by the variable alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from .. import cache
+from ..abi import mirror
+from ..abi.library import Library
+from ..errors import BackendUnavailable
+from .platform import Platform
+
+__all__ = ["built_library", "find_library"]
+
+_loaded: dict[tuple[Path, int, int], Library] = {}
+_lock = threading.Lock()
+
+
+def built_library(platform: Platform) -> Path:
+    """Where `detkern build` puts a platform's library unless it is told another place.
+
+    Raises BuildError where no folder can be written.
+    """
+    return cache.folder(platform.name) / f"detkern-{platform.name}-abi{mirror.ABI_VERSION}.so"
+
+
+def find_library(platform: Platform, on_host: bool) -> Library:
+    """The library for the platform's devices, or for host memory.
+
+    Raises BackendUnavailable, saying what to set or build, where there is none, it cannot be loaded, or it is for the
+    other memory.
+    """
+    named = os.environ.get(platform.variable)
+    if named:
+        path = Path(named)
+    elif on_host:
+        raise BackendUnavailable(
+            f"it works on host memory only through an emulated library that {platform.variable} names, and that is not set"
+        )
+    else:
+        path = built_library(platform)
+        if not path.exists():
+            raise BackendUnavailable(
+                f"its library is not built: run `detkern build {platform.name}`, or name one in {platform.variable} "
+                f"(looked for {path})"
+            )
+    try:
+        library = _load(path)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{platform.variable}={named}: {error}" if named else str(error)) from error
+    if library.host_memory and not on_host:
+        raise BackendUnavailable(
+            f"{path} ({library.name}) is emulated and takes host memory, not memory of a {platform.name} device"
+        )
+    if on_host and not library.host_memory:
+        raise BackendUnavailable(f"{path} ({library.name}) takes memory of {platform.name} devices, not host memory")
+    return library
+
+
+def _load(path: Path) -> Library:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BackendUnavailable(f"{path} cannot be loaded: {error.strerror}") from error
+    key = (path.resolve(), status.st_ino, status.st_mtime_ns)
+    with _lock:
+        if key not in _loaded:
+            _loaded[key] = Library(path.resolve())
+        return _loaded[key]
