@@ -21,6 +21,7 @@ from oracles import rational
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, config, rows
 from detkern.abi import mirror
+from detkern.abi.descriptors import row_descriptor
 from detkern.abi.library import Library
 from detkern.cpu import backend, numpy_rows
 from detkern.dtypes import BF16, F16, F32, DType
@@ -610,7 +611,7 @@ def test_the_library_checks_descriptors_itself() -> None:
     x, y, out = np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
     plain = _view((2, 2), (2, 1))
     problem = row_problem(RowKind.SOFTMAX_BACKWARD, plain, plain, plain, 2)
-    good = mirror.RowDescriptor.from_buffer_copy(backend._row_descriptor(problem))
+    good = mirror.RowDescriptor.from_buffer_copy(row_descriptor(problem))
     good.a, good.b, good.out = x.ctypes.data, y.ctypes.data, out.ctypes.data
     library.rows(good)
     assert out.tolist() == [[-1, -1], [-1, -1]]
