@@ -108,10 +108,14 @@ def tests_part(logs: Path, limit: float, select: str | None, processes: int) -> 
     """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it; in several processes by pytest-xdist."""
     junit = logs / "tests.xml"
     # By name, so that tests of other things need not be importable here.
-    files = [str(path) for path in sorted((records.ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [
+        str(path)
+        for path in sorted((records.ROOT / "tests").glob("test_*.py"))
+        if re.search(r"\bgpu\b|\bframeworks\b", path.read_text())
+    ]
     extra = ["--durations=15", *files, *(["-k", select] if select else [])]
     if processes > 1:
-        extra += ["-n", str(processes)]
+        extra += ["-n", str(processes), "--dist", "loadfile"]  # modules have fixtures that compile
     status, seconds = _run(_pytest("gpu", junit, *extra), logs / "tests.log", limit)
     counts = _counts(junit)
     counts["failed"] += int(status != 0 and not counts["failed"])

@@ -35,9 +35,7 @@ struct ColumnSumParams {
   int64_t batch_strides[MAX_SUM_RANK];
 };
 
-// Adding and copying warps meet at instructions of their own, which __syncthreads() may not do.
-// Which of two that hand stages to each other waits and which arrives differs, so that takes two barriers.
-constexpr int OFFSETS_BARRIER = 1, FULL_BARRIER = 2, EMPTY_BARRIER = 3;
+constexpr int OFFSETS_BARRIER = 1;  // of the threads that copy
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
 constexpr int LINES = LOAD == K_MAJOR ? TILE_N : ROWS;
@@ -263,33 +261,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
   const bool loads = thread >= TILE_N;
   const int64_t stages = (p.rows + ROWS - 1) / ROWS;
   for (int64_t column0 = int64_t(blockIdx.x) * TILE_N; column0 < p.n; column0 += int64_t(gridDim.x) * TILE_N) {
-    if (loads) {
-      const StageCopy copy(p, shared, column0);
-      int slot = 0;
-      // The first rounds, which wait for nothing, fill the ring.
-      for (int64_t next = 0; next < stages + STAGES - 1; ++next) {
-        if (next >= STAGES - 1) {
-          copy_async_wait<STAGES - 2>();
-          named_barrier_arrive<THREADS>(FULL_BARRIER);  // stage next - STAGES + 1 is in place
-          named_barrier<THREADS>(EMPTY_BARRIER);        // the one before it is added
-        }
-        if (next < stages) copy.copy(ring + slot * STAGE_BYTES, next);
+    const StageCopy copy(p, shared, column0);
+    const int64_t column = column0 + thread;
+    float acc = 0.0f;
+    if (!loads && p.accumulate && column < p.n) acc = static_cast<const float*>(p.out)[column * p.out_stride];
+    int loaded = 0, added = 0;  // slots of the ring
+    // The first rounds, which wait for nothing, fill the ring.
+    for (int64_t next = 0; next < stages + STAGES - 1; ++next) {
+      const int64_t stage = next - (STAGES - 1);
+      if (stage >= 0) {
+        if (loads) copy_async_wait<STAGES - 2>();
+        __syncthreads();  // `stage` is in place, the one before it is added
+      }
+      if (loads) {
+        if (next < stages) copy.copy(ring + loaded * STAGE_BYTES, next);
         copy_async_commit();
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        loaded = loaded + 1 == STAGES ? 0 : loaded + 1;
+      } else if (stage >= 0) {
+        add_rows(acc, ring + added * STAGE_BYTES, thread, clamp(p.rows - stage * ROWS, ROWS));
+        added = added + 1 == STAGES ? 0 : added + 1;
       }
-    } else {
-      const int64_t column = column0 + thread;
-      float acc = 0.0f;
-      if (p.accumulate && column < p.n) acc = static_cast<const float*>(p.out)[column * p.out_stride];
-      int slot = 0;
-      for (int64_t stage = 0; stage < stages; ++stage) {
-        named_barrier<THREADS>(FULL_BARRIER);
-        named_barrier_arrive<THREADS>(EMPTY_BARRIER);  // after it: no loader comes to the next stage before all are here
-        add_rows(acc, ring + slot * STAGE_BYTES, thread, clamp(p.rows - stage * ROWS, ROWS));
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-      }
-      if (column < p.n) store(p, column, acc);
     }
+    if (!loads && column < p.n) store(p, column, acc);
     __syncthreads();  // before the next tile reuses the stages
   }
 }
