@@ -41,7 +41,6 @@ def medians(calls: dict[str, Callable[[], Any]], device: str, recorded: Containe
         for name, call in calls.items():
             if device == "cuda":
                 torch.cuda.synchronize()
-            gc.collect()
             gc.disable()
             try:
                 with torch.set_grad_enabled(name in recorded):
