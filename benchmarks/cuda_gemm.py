@@ -236,7 +236,7 @@ def main() -> int:
         rows,
         gpu=facts.name,
         driver=facts.driver,
-        sources=records.cuda_sources(),
+        sources=records.product_sources(),
         folder=arguments.output,
         more={"cuda of torch": str(torch.version.cuda)},
     )

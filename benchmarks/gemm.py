@@ -171,7 +171,7 @@ def merged(
 
 def sources() -> list[Path]:
     """What a row's time depends on here: the kernels, the tile tables and what reads them."""
-    return [*records.cuda_sources(), records.ROOT / "detkern" / "cu" / "geometry.py"]
+    return [*records.product_sources(), records.ROOT / "detkern" / "cu" / "geometry.py"]
 
 
 def _list(text: str) -> list[str]:

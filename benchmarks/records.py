@@ -51,6 +51,15 @@ def cuda_sources() -> list[Path]:
     return sorted([*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("tiles/*.json")])
 
 
+# Of the CUDA backend's kernels those that are in no matrix product.
+_OTHER_KERNELS = {"column_sum.cu", "rows.cu", "team.cuh", "exponential.cuh"}
+
+
+def product_sources() -> list[Path]:
+    """Those of them that a matrix product is made of."""
+    return [path for path in cuda_sources() if path.name not in _OTHER_KERNELS]
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

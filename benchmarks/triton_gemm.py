@@ -175,7 +175,7 @@ def main() -> int:
         rows,
         gpu=facts.name,
         driver=facts.driver,
-        sources=[*sources(), *records.cuda_sources()],
+        sources=[*sources(), *records.product_sources()],
         folder=arguments.output,
         more={"cuda of torch": str(torch.version.cuda)},
     )

@@ -49,6 +49,8 @@ def test_cuda_sources_are_kernels_headers_and_tables() -> None:
     names = {path.name for path in records.cuda_sources()}
     assert {"fma.cu", "mma.cu", "tree.cu", "tree_mma.cu", "params.cuh", "fma.json"} <= names
     assert not any(name.endswith(".py") for name in names)
+    others = {path.name for path in records.cuda_sources()} - {path.name for path in records.product_sources()}
+    assert others == {"column_sum.cu", "rows.cu", "team.cuh", "exponential.cuh"}
 
 
 def test_counts_of_a_test_run(tmp_path: Path) -> None:
