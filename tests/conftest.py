@@ -3,7 +3,12 @@ of the contracts under one signature."""
 
 from __future__ import annotations
 
+import os
 from functools import cache
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before PyTorch comes in: threads of OpenMP that wait for one another by spinning take the cores of the other workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
