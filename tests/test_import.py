@@ -18,14 +18,14 @@ def run(code: str, *flags: str) -> str:
 
 
 def test_import_takes_less_than_300_ms() -> None:
-    """Or, where NumPy alone takes long because the cores are shared, little more than that."""
+    """Or, where NumPy alone takes long because the cores are shared, twice that."""
 
     def seconds(modules: str) -> float:
         code = f"import time; start = time.process_time(); import {modules}; print(time.process_time() - start)"
         run(code)  # fills the bytecode cache
         return min(float(run(code)) for _ in range(5))
 
-    assert seconds("detkern") < max(0.3, 1.5 * seconds("numpy, ml_dtypes"))
+    assert seconds("detkern") < max(0.3, 2 * seconds("numpy, ml_dtypes"))
 
 
 def test_import_and_a_product_touch_no_framework() -> None:
