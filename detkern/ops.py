@@ -12,7 +12,7 @@ from typing import Any
 from . import api, registry
 from .contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
 from .dtypes import BF16, F32, DType
-from .errors import ArgumentError, ContractUnsupported, DTypeError
+from .errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
 from .plan import on_forget
 from .tensors import Device, adapter_for
 
@@ -48,7 +48,7 @@ class DetGemm:
 
     def fwd_rhs_transposed(self, a: Any, bt: Any, *, contract: str | None = None) -> Any:
         """a [.., M, K] @ bt [.., N, K].T -> [.., M, N] of the operands' type."""
-        return self._product(a, bt, False, True, contract)
+        return self._product(a, bt, False, True, contract, names=("a", "bt"), summed="K")
 
     def fwd_fp32(self, a: Any, b: Any, *, contract: str | None = None) -> Any:
         """a [.., M, K] @ b [.., K, N] -> [.., M, N] in float32: the accumulator, for a tree its rounded root.
@@ -61,15 +61,15 @@ class DetGemm:
 
     def da(self, dc: Any, b: Any, *, contract: str | None = None) -> Any:
         """The gradient of a: dc [.., M, N] @ b [.., K, N].T -> [.., M, K]."""
-        return self._product(dc, b, False, True, contract, names=("dc", "b"))
+        return self._product(dc, b, False, True, contract, names=("dc", "b"), summed="N")
 
     def db(self, a: Any, dc: Any, *, contract: str | None = None) -> Any:
         """The gradient of b: a [.., M, K].T @ dc [.., M, N] -> [.., K, N]."""
-        return self._product(a, dc, True, False, contract, names=("a", "dc"))
+        return self._product(a, dc, True, False, contract, names=("a", "dc"), summed="M")
 
     def db_transposed(self, a: Any, dc: Any, *, contract: str | None = None) -> Any:
         """The gradient of a weight [N, K]: dc [.., M, N].T @ a [.., M, K] -> [.., N, K], row-major."""
-        return self._product(dc, a, True, False, contract, names=("dc", "a"))
+        return self._product(dc, a, True, False, contract, names=("dc", "a"), summed="M")
 
     def linear(self, a: Any, weight: Any, *, out: Any = None, contract: str | None = None) -> Any:
         """a [.., K] @ weight [N, K].T -> [.., N] of the operands' type.
@@ -97,7 +97,8 @@ class DetGemm:
                 raise DTypeError(f"{name} is {dtype}; forward_accum_fp32 takes bfloat16 and float32")
         result = types[0]
         if types[0] != types[1]:
-            a, b = (x if dtype == F32 else _widened(x) for x, dtype in zip((a, b), types, strict=True))
+            named = zip((a, b), types, ("a", "b"), strict=True)
+            a, b = (x if dtype == F32 else _widened(x, name) for x, dtype, name in named)
         return self._run(a, b, False, False, FMA.name, None if types[0] == types[1] else result.name)
 
     def _product(
@@ -109,8 +110,13 @@ class DetGemm:
         contract: str | None,
         out_dtype: str | None = None,
         names: tuple[str, str] = ("a", "b"),
+        summed: str = "K",
     ) -> Any:
         chosen = self._contract(left, names[0], contract)
+        if (
+            trans_left or trans_right
+        ):  # what the call below says of these would speak of its arguments, not of this one's
+            _need_fit((left, right), (trans_left, trans_right), names, summed)
         return self._run(left, right, trans_left, trans_right, chosen, out_dtype)
 
     def _run(
@@ -174,8 +180,34 @@ def _seen(array: Any, argument: str) -> tuple[DType, Device]:
     return view.dtype, view.device
 
 
-def _widened(array: Any) -> Any:
-    return array.float() if _is_tensor(array) else array.astype("float32")
+def _widened(array: Any, argument: str) -> Any:
+    if _is_tensor(array):
+        return array.float()
+    if not hasattr(array, "astype"):
+        raise DTypeError(
+            f"{argument} is bfloat16, the other operand float32, and {type(array).__name__} has no astype to widen it by: "
+            "give float32, or an array of NumPy, PyTorch, JAX or CuPy"
+        )
+    return array.astype("float32")
+
+
+def _need_fit(arrays: tuple[Any, Any], transposed: tuple[bool, bool], names: tuple[str, str], summed: str) -> None:
+    """ShapeError where two operands, of which one is transposed, do not have the dimension that is summed in common."""
+    if not all(hasattr(array, "shape") for array in arrays):
+        return  # an array that is known by its protocol alone: the product reads it
+    shapes = [array.shape for array in arrays]
+    sizes = []
+    for index, (shape, swap, name) in enumerate(zip(shapes, transposed, names, strict=True)):
+        if swap and len(shape) < 2:
+            raise ShapeError(f"{name} has shape {list(shape)}; it is transposed and needs two dimensions or more")
+        if not shape:
+            return
+        sizes.append(shape[-1] if (index == 0) != swap or len(shape) == 1 else shape[-2])
+    if sizes[0] != sizes[1]:
+        left, right = (f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
+        raise ShapeError(
+            f"{left} and {right} do not fit: {summed} is {sizes[0]} in {names[0]} and {sizes[1]} in {names[1]}"
+        )
 
 
 _OPS: dict[str, type[DetGemm]] = {"det_gemm": DetGemm}

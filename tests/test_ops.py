@@ -197,6 +197,47 @@ def test_what_the_entry_points_refuse() -> None:
     assert repr(op) == "DetGemm(contract=None, backend=None)"
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_refused_shapes_are_told_by_the_names_of_the_entry_point(framework: str) -> None:
+    def zeros(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=torch.bfloat16) if framework == "torch" else np.zeros(shape, ml_dtypes.bfloat16)
+
+    op = detkern.get_op("det_gemm")
+    for entry, left, right, reason in (
+        (op.fwd_rhs_transposed, (3, 4), (4, 5), r"a \[3, 4\] and bt \[4, 5\] do not fit: K is 4 in a and 5 in bt"),
+        (op.da, (3, 4), (5, 5), r"dc \[3, 4\] and b \[5, 5\] do not fit: N is 4 in dc and 5 in b"),
+        (op.db, (3, 4), (5, 6), r"a \[3, 4\] and dc \[5, 6\] do not fit: M is 3 in a and 5 in dc"),
+        (op.db_transposed, (3, 4), (5, 6), r"dc \[5, 6\] and a \[3, 4\] do not fit: M is 5 in dc and 3 in a"),
+        (op.fwd_rhs_transposed, (3, 4), (4,), r"bt has shape \[4\]; it is transposed and needs two dimensions"),
+        (op.db, (4,), (4, 5), r"a has shape \[4\]; it is transposed and needs two dimensions"),
+    ):
+        with pytest.raises(ShapeError, match=reason):
+            entry(zeros(*left), zeros(*right))
+    assert op.da(zeros(4), zeros(5, 4)).shape == (5,)
+    assert op.db(zeros(2, 3, 4), zeros(3, 5)).shape == (2, 4, 5)
+
+
+class ByProtocol:
+    """An array that shows itself by DLPack alone."""
+
+    def __init__(self, array: torch.Tensor) -> None:
+        self.array = array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_an_array_without_methods_of_its_own_is_taken_or_refused_by_name() -> None:
+    op = detkern.get_op("det_gemm")
+    a, b, _ = made()
+    assert same(op.fwd_rhs_transposed(ByProtocol(tensor(a)), ByProtocol(tensor(b.T))), op(a, b))
+    with pytest.raises(DTypeError, match="a is bfloat16, the other operand float32, and ByProtocol has no astype"):
+        op.forward_accum_fp32(ByProtocol(tensor(a)), b.astype(np.float32))
+
+
 def test_it_compiles_under_fake_tensors() -> None:
     """The op picks its contract without looking at data, so tracers can pass through it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
