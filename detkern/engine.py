@@ -7,6 +7,7 @@ array: no framework is imported but the backend's own runtime.
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 import threading
 import weakref
@@ -27,6 +28,7 @@ __all__ = ["Engine"]
 _TYPES = {dtype.name: dtype for dtype in (F32, F16, BF16)}
 _KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
 _KEPT = 4096  # kinds of calls
+_ADDRESSES = 1 << 64
 
 Sizes = tuple[int, int, int]
 
@@ -158,6 +160,9 @@ class Engine:
         kind, index = self.device.kind, self.device.index
         if kind == "cpu":
             return
+        framework = next((row.framework for row in registry.TABLE if row.name == kind), None)
+        if framework is not None and (missing := framework.missing()):
+            raise BackendUnavailable(f"nothing here can wait for {self.device}: {missing}")
         try:
             if kind == "cuda" and registry.load("cuda").unavailable(self.device) is None:
                 cuda = importlib.import_module("cupy").cuda
@@ -165,6 +170,8 @@ class Engine:
                     cuda.runtime.deviceSynchronize()
             else:
                 torch = importlib.import_module("torch")
+                if framework is not None:
+                    importlib.import_module(framework.module)  # it adds its runtime to PyTorch
                 runtime = {"musa": "musa", "ascend": "npu"}.get(kind, "cuda")
                 getattr(torch, runtime).synchronize(index)
         except (ImportError, AttributeError) as error:
@@ -255,11 +262,9 @@ def _no_scratch(size: int) -> TensorView:
 
 
 def _device(value: Any) -> Device:
-    if isinstance(value, Device):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        kind, ordinal = "cuda", str(value)
-    else:
+    try:
+        kind, ordinal = "cuda", "none" if isinstance(value, bool) else str(operator.index(value))
+    except TypeError:
         kind, _, ordinal = str(value).partition(":")
     if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
         raise ArgumentError(
@@ -273,8 +278,8 @@ def _integer(value: Any, argument: str) -> int:
         number = operator.index(value)
     except TypeError:
         number = -1
-    if number < 0 or isinstance(value, bool):
-        raise ArgumentError(f"{argument}={value!r} must be a whole number, zero or more")
+    if not 0 <= number < _ADDRESSES or isinstance(value, bool):  # ctypes would drop the bits beyond
+        raise ArgumentError(f"{argument}={value!r} must be a whole number, zero or more and below 2^64")
     return number
 
 
@@ -323,6 +328,11 @@ def _check(views: Any, out: TensorView, out_name: str) -> None:
         if view.pointer % view.dtype.itemsize:
             raise ArgumentError(
                 f"{name}={view.pointer:#x} is no address of {view.dtype}; it must be a multiple of its size"
+            )
+        # No matrix takes more than 2^62 bytes, so most addresses need no product.
+        if view.pointer >> 62 and view.pointer + math.prod(view.shape) * view.dtype.itemsize > _ADDRESSES:
+            raise ArgumentError(
+                f"{name}={view.pointer:#x}: {list(view.shape)} of {view.dtype} go beyond the address space"
             )
         if view is not out and overlapping(out, view):
             raise ArgumentError(f"{out_name} shares memory with {name}, which is read while {out_name} is written")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import types
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +104,8 @@ def test_what_it_refuses_leaves_the_output_alone() -> None:
         ({"pointers": (pointers[0], pointers[1] + 2, *pointers[2:])}, ArgumentError, "a=0x.* is no address of float32"),
         ({"pointers": (pointers[1], *pointers[1:])}, ArgumentError, "out shares memory with a"),
         ({"pointers": (-8, *pointers[1:])}, ArgumentError, "out=-8 must be a whole number"),
+        ({"pointers": ((1 << 64) + pointers[0], *pointers[1:])}, ArgumentError, "out=.* and below 2\\^64"),
+        ({"pointers": ((1 << 64) - 4, *pointers[1:])}, ArgumentError, r"out=0xf{15}c: \[19, 10\] .* beyond the address space"),
         ({"pointers": None}, ArgumentError, "must be the addresses"),
         ({"sizes": (M, K)}, ShapeError, r"three whole numbers \(M, K, N\)"),
         ({"sizes": (M, -1, N)}, ShapeError, "may be negative"),
@@ -140,11 +145,39 @@ def test_a_device_that_no_backend_runs_on(monkeypatch: pytest.MonkeyPatch) -> No
             detkern.Engine("cpu", backend=backend)
 
 
-def test_it_takes_a_device_of_the_package_and_says_which() -> None:
+def test_it_takes_a_device_of_the_package_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.load("cuda"), "unavailable", lambda device: None)
+    assert repr(detkern.Engine(np.int64(1), backend="cuda")) == "Engine('cuda:1')"
     assert repr(detkern.Engine(Device("cpu"))) == "Engine('cpu')"
     engine = detkern.Engine("cpu")
     engine.presize_upcast_scratch(1, 2, 3)
     engine.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "runtime"), [("musa", "torch_musa", "musa"), ("ascend", "torch_npu", "npu")]
+)
+def test_synchronize_loads_the_extension_of_the_device(
+    kind: str, package: str, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else in a program on raw pointers may have imported it."""
+    monkeypatch.setattr(registry.load(kind), "unavailable", lambda device: None)
+    engine = detkern.Engine(f"{kind}:2")
+    with pytest.raises(BackendUnavailable, match=f"nothing here can wait for {kind}:2: {package} is not installed"):
+        engine.synchronize()
+    waited: list[int] = []
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    monkeypatch.setattr(sys.modules["torch"], "waited", waited, raising=False)
+    (tmp_path / f"{package}.py").write_text(
+        f"import torch, types\ntorch.{runtime} = types.SimpleNamespace(synchronize=torch.waited.append)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    try:
+        engine.synchronize()
+    finally:
+        sys.modules.pop(package, None)
+    assert waited == [2]
 
 
 def test_threads_share_an_engine() -> None:
