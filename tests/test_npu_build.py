@@ -152,6 +152,7 @@ def test_what_the_compiler_says_comes_with_its_failure(tmp_path: Path, monkeypat
     for body, expected in (
         ("print('no such builtin'); sys.exit(3)", r"status 3: .*det_gemm\.mu(.|\n)*no such builtin"),
         ("sys.exit(0)", "made no library"),
+        ("import os; os.mkdir(sys.argv[sys.argv.index('-o') + 1]); sys.exit(0)", "made no library"),
     ):
         stand_in(tmp_path / "sdk", "mcc", body)
         monkeypatch.setenv("MUSA_HOME", str(tmp_path / "sdk"))

@@ -64,7 +64,7 @@ const char* detkern_last_error() { return "the device fell off the bus"; }
 int32_t detkern_get_capabilities(detkern_capabilities* c) {
   c->host_memory = HOST;
   c->gemm_offers = 1ull << (DETKERN_FMA * 8 + DETKERN_F16);
-  strcpy(c->name, "stub");
+  strcpy(c->name, "stub\\xff");  // not UTF-8
   return 0;
 }
 int32_t detkern_gemm(const detkern_gemm_descriptor*) { return FAULT; }
@@ -116,6 +116,19 @@ def test_what_cannot_be_loaded_is_said(backend: Any, monkeypatch: pytest.MonkeyP
         with pytest.raises(detkern.BackendUnavailable, match=expected) as raised:
             detkern.gemm(A, B, contract="fma", backend=backend.name)
         assert str(path) in str(raised.value)
+
+
+@PLATFORMS
+def test_the_library_of_another_backend_is_refused(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"musa": "ascend", "ascend": "musa"}[backend.name]
+    library = cpu.library()
+    assert library is not None
+    for path, maker in ((library_path(other), other), (library.path, "cpu")):
+        monkeypatch.setenv(backend.platform.variable, str(path))
+        with pytest.raises(
+            detkern.BackendUnavailable, match=f"is the library of the {maker} backend, not of {backend.name}"
+        ):
+            detkern.gemm(A, B, contract="fma", backend=backend.name)
 
 
 @PLATFORMS

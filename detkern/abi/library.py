@@ -62,7 +62,7 @@ class Library:
         capabilities = mirror.described(mirror.Capabilities)
         if status := get_capabilities(capabilities):
             self._fail("detkern_get_capabilities", status)
-        self.name = capabilities.name.decode()
+        self.name = capabilities.name.decode(errors="replace")
         self.host_memory = bool(capabilities.host_memory)
         offers = capabilities.gemm_offers
         self.gemm_offers = frozenset(divmod(bit, 8) for bit in range(64) if offers >> bit & 1)

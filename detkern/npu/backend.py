@@ -133,7 +133,7 @@ class NpuBackend:
     @staticmethod
     def _checked(device: Device, library: Library) -> _CheckedDevice:
         about = library.device(device.index)
-        return _CheckedDevice(about.name.decode(), str(device), about.driver.decode())
+        return _CheckedDevice(about.name.decode(errors="replace"), str(device), about.driver.decode(errors="replace"))
 
     def _pairs(self, device: Device, library: Library) -> list[tuple[Contract, DType]]:
         """The pairs that the library has a kernel for."""

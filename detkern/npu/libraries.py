@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from .. import cache
+from .. import cache, requirements
 from ..abi import mirror
 from ..abi.library import Library
 from ..errors import BackendUnavailable
@@ -33,8 +33,8 @@ def built_library(platform: Platform) -> Path:
 def find_library(platform: Platform, on_host: bool) -> Library:
     """The library for the platform's devices, or for host memory.
 
-    Raises BackendUnavailable, saying what to set or build, where there is none, it cannot be loaded, or it is for the
-    other memory.
+    Raises BackendUnavailable, saying what to set or build, where there is none, it cannot be loaded, it calls itself the
+    library of another backend, or it is for the other memory.
     """
     named = os.environ.get(platform.variable)
     if named:
@@ -54,6 +54,11 @@ def find_library(platform: Platform, on_host: bool) -> Library:
         library = _load(path)
     except BackendUnavailable as error:
         raise BackendUnavailable(f"{platform.variable}={named}: {error}" if named else str(error)) from error
+    maker = library.name.replace(",", " ").partition(" ")[0]
+    if maker != platform.name and any(maker == row.name for row in requirements.TABLE):
+        raise BackendUnavailable(
+            f"{path} ({library.name}) is the library of the {maker} backend, not of {platform.name}"
+        )
     if library.host_memory and not on_host:
         raise BackendUnavailable(
             f"{path} ({library.name}) is emulated and takes host memory, not memory of a {platform.name} device"

@@ -160,7 +160,7 @@ def build_library(toolchain: Toolchain, architectures: Sequence[str] = (), outpu
         with tempfile.TemporaryDirectory(prefix=f".{library.stem}-", dir=library.parent) as folder:
             made = Path(folder) / library.name
             _run(_command(toolchain, compiler, architectures or toolchain.defaults, made))
-            if not made.exists():
+            if not made.is_file():
                 raise BuildError(f"{compiler.program} said nothing and made no {made.name}")
             os.replace(made, library)
     except OSError as error:
