@@ -14,6 +14,8 @@ import detkern
 from detkern import operands, registry
 from detkern.contracts import CONTRACTS, Contract
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.problem import gemm_problem
+from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +128,37 @@ def test_the_shapes_of_the_benchmark(layer: str, m: int) -> None:
         ):
             by = [op(contract=name, backend=backend).view(torch.int16) for backend in ("triton", "cuda")]
             assert torch.equal(*by), name
+
+
+def test_every_layer_of_the_benchmark() -> None:
+    """Forward, every layer and every M up to 512, by every contract."""
+    import torch
+
+    from benchmarks import shapes
+
+    wanted = shapes.load()
+    sizes = [m for m in wanted.m if m <= 512]
+    names = ("mma16", "fma", "tree", "tree-mma16")
+
+    def view(shape: tuple[int, int], strides: tuple[int, int]) -> TensorView:
+        return TensorView(1 << 20, shape, strides, BF16, cu_device.DEVICE)
+
+    triton_device.compile_ahead(
+        gemm_problem(
+            CONTRACTS[name], view((m, layer.k), (layer.k, 1)), view((layer.k, layer.n), (1, layer.k)),
+            view((m, layer.n), (layer.n, 1)), None, False,
+        )
+        for layer in wanted.layers for m in sizes for name in names
+    )  # fmt: skip
+    for layer in wanted.layers:
+        rows, w, _ = _tensors(layer, max(sizes), "bfloat16")
+        for m in sizes:
+            for name in names:
+                by = [
+                    detkern.linear(rows[:m], w, contract=name, backend=backend).view(torch.int16)
+                    for backend in ("triton", "cuda")
+                ]
+                assert torch.equal(*by), (layer.name, m, name)
 
 
 def test_bias_gradients() -> None:
