@@ -126,7 +126,7 @@ def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: s
     if not contracted:  # nothing is summed
         for _ in only_y:
             left = left.unsqueeze(-1)
-        right = right.reshape(*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :])
+        right = right.reshape((*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :]))
         return left * right, result
     stack, n = left.shape[: len(batch)], len(contracted)
     rows, columns = left.shape[len(batch) : left.dim() - n], right.shape[len(batch) + n :]
