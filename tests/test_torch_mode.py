@@ -382,6 +382,31 @@ def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: py
             torch.mm(A, A)
 
 
+def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MUSA, Ascend and ROCm have products alone."""
+    monkeypatch.setattr("detkern.torch.mode._ROW_DEVICES", ())
+    monkeypatch.setattr("detkern.torch.mode._said", set())
+    weight = torch.ones(9, 1, requires_grad=True)
+    calls = (
+        X.sum, lambda: X.mean(-1), lambda: X.softmax(-1), lambda: F.cross_entropy(C, torch.zeros(9, dtype=torch.long)),
+        lambda: torch.einsum("ab,bc->c", A, B), lambda: F.rms_norm(X, X.shape[-1:]),
+    )  # fmt: skip
+    for call in calls:
+        with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match=r"\(cpu\) is not covered"):
+            call()
+        with batch_invariant_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(call(), call())
+    with batch_invariant_mode(strict=True):
+        assert same_bits(torch.mm(A, B), detkern.gemm(A, B))
+        scaled = C * weight
+    torch.testing.assert_close(torch.autograd.grad(scaled, weight, C)[0], (C * C).sum(1, keepdim=True))
+    plain = X.softmax(-1)
+    monkeypatch.setattr("detkern.torch.mode._said", set())
+    with batch_invariant_mode(), pytest.warns(UserWarning, match=r"softmax \(cpu\) is not covered"):
+        assert torch.equal(X.softmax(-1), plain)
+
+
 def test_errors_of_bad_calls_are_pytorchs() -> None:
     for call in (
         lambda: torch.mm(A, A), lambda: torch.bmm(A, B), A3.mv, lambda: A @ A, lambda: torch.addmm(C[:3], A, B),
