@@ -154,6 +154,11 @@ def test_wrong_arguments_change_nothing() -> None:
         detkern.ArgumentError, match=r"skip='head' is the name of no Linear here; there are '0', '2\.router'"
     ):
         dt.convert(net, skip=["0", "head"])
+    with pytest.raises(detkern.ArgumentError, match=r"skip=3 is no name"):
+        dt.convert(net, skip=3)  # type: ignore[arg-type]
+    for change in (dt.convert, dt.revert):
+        with pytest.raises(detkern.ArgumentError, match=r"module is no torch\.nn\.Module but list"):
+            change([net])  # type: ignore[arg-type]
     with pytest.raises(detkern.ContractUnsupported, match="does not exist"):
         dt.convert(net, contract="exact")
     with pytest.raises(detkern.DTypeError):

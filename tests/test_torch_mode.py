@@ -145,7 +145,7 @@ def test_einsum_gives_what_pytorch_gives() -> None:
         "abc,bcd->ad": (a, b), "abc,bcd->bad": (a, b), "abc,bcd->d": (a, b), "abc->cab": (a,), "abc->b": (a,),
         "aab->b": (torch.randn(3, 3, 4),), "abc,abc->abc": (a, a), "abc,abc->": (a, a), "ab,cd->acbd": (a[0], b[0]),
         "...b,...b->...": (a, a), "a...,b...->...ab": (a, torch.randn(2, 4, 5)), "ab,bc,cd,da->": (*[torch.eye(4) * 2] * 4,),
-        "abc,cd": (a, torch.randn(5, 1)), "abc,c->ab": (a, torch.randn(1)),
+        "abc,cd": (a, torch.randn(5, 1)), "abc,c->ab": (a, torch.randn(1)), "a,b->": (a[0, 0], b[0, 0]), ",->": (a[0, 0, 0], b[0, 0, 0]),
     }.items():  # fmt: skip
         wanted = torch.einsum(equation, *operands)
         with batch_invariant_mode(strict=True):
@@ -186,6 +186,22 @@ def test_cross_entropy_is_pytorchs_made_of_covered_parts() -> None:
             torch.testing.assert_close(torch.autograd.grad(got.sum(), given)[0], slope)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_keeps_nan_of_ignored_rows_out(label_smoothing: float) -> None:
+    x, target = torch.randn(4, 5), torch.tensor([-100, -100, 1, 2])
+    x[0], x[1, 2] = torch.nan, -torch.inf
+    for reduction in ("none", "sum", "mean"):
+        wanted = F.cross_entropy(x, target, reduction=reduction, label_smoothing=label_smoothing)
+        with batch_invariant_mode(strict=True):
+            got = F.cross_entropy(x, target, reduction=reduction, label_smoothing=label_smoothing)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_tensordot_of_numbers_is_their_product() -> None:
+    with batch_invariant_mode(strict=True):
+        assert torch.tensordot(torch.tensor(2.0), torch.tensor(3.0), dims=0) == 6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_the_row_operation(dtype: Any) -> None:
     x = torch.randn(5, 7, 40).to(dtype).requires_grad_()
@@ -200,7 +216,7 @@ def test_rms_norm_is_the_row_operation(dtype: Any) -> None:
         tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
         wanted = torch.autograd.grad(plain, x, dy)[0]
         torch.testing.assert_close(torch.autograd.grad(ours, x, dy)[0], wanted, **tolerance)
-    scale = torch.rsqrt(rows.mean_square(x.detach().float()) + torch.finfo(dtype).eps)
+    scale = torch.rsqrt(rows.mean_square(x.detach().float()) + torch.finfo(torch.float32).eps)
     assert same_bits(ours.detach(), (x.detach().float() * scale[..., None]).to(dtype))
 
 
@@ -366,12 +382,39 @@ def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: py
             torch.mm(A, A)
 
 
+def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MUSA, Ascend and ROCm have products alone."""
+    monkeypatch.setattr("detkern.torch.mode._ROW_DEVICES", ())
+    monkeypatch.setattr("detkern.torch.mode._said", set())
+    weight = torch.ones(9, 1, requires_grad=True)
+    calls = (
+        X.sum, lambda: X.mean(-1), lambda: X.softmax(-1), lambda: F.cross_entropy(C, torch.zeros(9, dtype=torch.long)),
+        lambda: torch.einsum("ab,bc->c", A, B), lambda: F.rms_norm(X, X.shape[-1:]),
+    )  # fmt: skip
+    for call in calls:
+        with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match=r"\(cpu\) is not covered"):
+            call()
+        with batch_invariant_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(call(), call())
+    with batch_invariant_mode(strict=True):
+        assert same_bits(torch.mm(A, B), detkern.gemm(A, B))
+        scaled = C * weight
+    torch.testing.assert_close(torch.autograd.grad(scaled, weight, C)[0], (C * C).sum(1, keepdim=True))
+    plain = X.softmax(-1)
+    monkeypatch.setattr("detkern.torch.mode._said", set())
+    with batch_invariant_mode(), pytest.warns(UserWarning, match=r"softmax \(cpu\) is not covered"):
+        assert torch.equal(X.softmax(-1), plain)
+
+
 def test_errors_of_bad_calls_are_pytorchs() -> None:
     for call in (
         lambda: torch.mm(A, A), lambda: torch.bmm(A, B), A3.mv, lambda: A @ A, lambda: torch.addmm(C[:3], A, B),
         lambda: F.linear(A, B), lambda: torch.dot(A, A), lambda: A.half() @ B, lambda: X.sum(7), lambda: X.softmax(5),
         lambda: X.mean((0, 0)), lambda: torch.mm(A, B, out=torch.empty(9, 12, dtype=torch.half)),
         lambda: torch.mm(A.clone().requires_grad_(), B, out=torch.empty(9, 12)),
+        lambda: torch.linalg.multi_dot([A3, A3, A3]), lambda: torch.chain_matmul(A[0], B),
+        lambda: F.rms_norm(A, A.shape[-1]),
     ):  # fmt: skip
         with pytest.raises((RuntimeError, TypeError, IndexError)) as outside:
             call()

@@ -12,7 +12,7 @@ from frameworks import same_bits
 
 import detkern.torch
 from detkern import rows
-from detkern.errors import ArgumentError
+from detkern.errors import ArgumentError, DTypeError
 from detkern.torch import rows as torch_rows
 
 torch.manual_seed(0)
@@ -81,6 +81,29 @@ def test_registered_ops_keep_pytorchs_rules(name: str) -> None:
     else:
         operands = (x,)
     torch.library.opcheck(getattr(torch.ops.detkern, name).default, operands)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_hessians_and_forward_mode_of_the_gradients_agree_with_pytorch(name: str) -> None:
+    function, reference = getattr(detkern.torch, name), REFERENCES[name]
+    x = torch.randn(7)
+    hessian = [torch.func.hessian(lambda z, f=f: (f(z) * z.sin()).sum())(x) for f in (function, reference)]
+    torch.testing.assert_close(*hessian)
+    stack = torch.randn(2, 3, 7)
+    tangents = torch.randn(reference(stack).shape), torch.randn(stack.shape)
+    for given in ((0,), (1,), (0, 1)):  # by dy alone, by x alone, by both
+        found = []
+        for f in (function, reference):
+            zero = [torch.zeros_like(t) if i not in given else t for i, t in enumerate(tangents)]
+            dy = torch.ones(tangents[0].shape)
+            found.append(torch.func.jvp(lambda dy, x, f=f: torch.func.vjp(f, x)[1](dy)[0], (dy, stack), tuple(zero))[1])
+        torch.testing.assert_close(*found)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    for name in REFERENCES:
+        with pytest.raises(DTypeError, match=r"x is no torch\.Tensor but ndarray"):
+            getattr(detkern.torch, name)(torch.ones(2, 3).numpy())
 
 
 def test_forward_mode_of_a_registered_op_is_refused() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..autograd.torch import bias_gradient
+from ..autograd import torch as gradients
 from . import ops, route, rows
 
 __all__ = ["affine", "sum_to"]
@@ -47,7 +47,7 @@ def sum_to(x: Any, shape: Any) -> Any:
     if not summed:
         return x
     if len(shape) == 1 and summed == list(range(lead)):
-        return bias_gradient(x, torch.float32, None)
+        return gradients.bias_gradient(x, torch.float32, None)
     kept = [i for i in range(x.dim()) if i not in summed]
     moved = x.permute(*kept, *summed).reshape(*(x.shape[i] for i in kept), -1)
     return rows.sum(moved, out_dtype=torch.float32).reshape(shape)

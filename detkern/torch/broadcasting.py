@@ -50,7 +50,7 @@ def _needs(mode: Any, x: Any) -> bool:
         isinstance(x, torch.Tensor)
         and x.requires_grad
         and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.device.type in mode.device_types
+        and x.device.type in mode.row_devices
         and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
 

@@ -41,7 +41,8 @@ def convert(
         `module`.
 
     Raises:
-        ArgumentError: a name in `skip` that no linear layer of `module` has; nothing is changed.
+        ArgumentError: a name in `skip` that no linear layer of `module` has, or an argument of another kind; nothing is
+            changed.
         ContractUnsupported, DTypeError: as `detkern.torch.Linear`; nothing is changed.
     """
     Linear(1, 1, False, "meta", out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
@@ -72,6 +73,10 @@ def revert(module: torch.nn.Module, *, skip: Skip = ()) -> torch.nn.Module:
 
 def _chosen(module: torch.nn.Module, kind: type[torch.nn.Linear], skip: Skip) -> list[Any]:
     """The layers of exactly this kind that are not skipped. A layer with several names is skipped by any of them."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module is no torch.nn.Module but {type(module).__name__}")
+    if not isinstance(skip, Iterable) and not callable(skip):
+        raise ArgumentError(f"skip={skip!r} is no name, no names and no function (name, layer) -> bool")
     named = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if type(layer) is kind]
     if callable(skip):
         skipped = {id(layer) for name, layer in named if skip(name, layer)}

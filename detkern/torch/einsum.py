@@ -100,7 +100,10 @@ def _diagonal(x: Any, labels: str) -> tuple[Any, list[str]]:
 def _summed(mode: Any, x: Any, labels: list[str], kept: Any) -> tuple[Any, list[str]]:
     """x summed over the labels that nobody needs."""
     dims = [i for i, label in enumerate(labels) if label not in kept]
-    return (sum_over(x, dims), [label for label in labels if label in kept]) if dims else (x, labels)
+    if not dims:
+        return x, labels
+    summed = sum_over(x, dims) if mode.covers("sum", x) else x.sum(dims)
+    return summed, [label for label in labels if label in kept]
 
 
 def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: str) -> tuple[Any, list[str]]:
@@ -126,7 +129,7 @@ def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: s
     if not contracted:  # nothing is summed
         for _ in only_y:
             left = left.unsqueeze(-1)
-        right = right.reshape(*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :])
+        right = right.reshape((*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :]))
         return left * right, result
     stack, n = left.shape[: len(batch)], len(contracted)
     rows, columns = left.shape[len(batch) : left.dim() - n], right.shape[len(batch) + n :]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ..contracts import get_contract
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, ContractUnsupported
+from ..requirements import TABLE
 from . import coverage
 from .watch import Watch
 
@@ -21,6 +22,15 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 _DEVICES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
+_ROW_OPS = ("sum", "mean", "softmax", "log_softmax")
+_ROW_DEVICES = tuple(
+    device
+    for device in _DEVICES
+    if any(
+        "rows" in row.ops and ("rocm" if device == "cuda" and torch.version.hip else device) in row.devices
+        for row in TABLE
+    )
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
 _said: set[tuple[str, str]] = set()
@@ -70,6 +80,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             for op, name in named.items()
         }
         self.strict = bool(strict)
+        self.row_devices = tuple(device for device in self.device_types if device in _ROW_DEVICES)
 
     def __repr__(self) -> str:
         return (
@@ -152,6 +163,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             if not isinstance(x, torch.Tensor) or x.device.type not in self.device_types:
                 return False
         for x in operands:
+            if op in _ROW_OPS and x.device.type not in self.row_devices:
+                self.uncovered(op, x.device.type, *operands)
+                return False
             kind = type(x)
             if kind not in _PLAIN and not torch.compiler.is_compiling() and kind.__name__ not in _TRACED:
                 self.uncovered(op, kind.__qualname__, *operands)

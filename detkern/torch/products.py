@@ -228,8 +228,8 @@ def tensordot(mode: Any, a: Any, b: Any, dims: Any = 2, dims_other: Any = None, 
     free_b = [d for d in range(b.dim()) if d not in dims_b]
     shape = [*(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b)]
     k = functools.reduce(lambda x, y: x * y, (a.shape[d] for d in dims_a), 1)
-    left = a.permute(*free_a, *dims_a).reshape(_count(a, free_a), k)
-    right = b.permute(*dims_b, *free_b).reshape(k, _count(b, free_b))
+    left = a.permute((*free_a, *dims_a)).reshape(_count(a, free_a), k)
+    right = b.permute((*dims_b, *free_b)).reshape(k, _count(b, free_b))
     return finish(product(mode, "mm", *ops.autocast(left, right)).reshape(shape), out)
 
 
@@ -240,7 +240,9 @@ def _count(x: Any, dims: Any) -> Any:
 def multi_dot(mode: Any, tensors: Any, *, out: Any = None) -> Any:
     """From left to right: the order that PyTorch finds cheapest depends on the number of rows."""
     tensors = list(tensors)
-    if len(tensors) < 2:
+    if len(tensors) < 2 or not all(x.dim() == 2 for x in tensors[1:-1]):
+        return NotImplemented
+    if not {tensors[0].dim(), tensors[-1].dim()} <= {1, 2}:
         return NotImplemented
     result = tensors[0]
     for other in tensors[1:]:
@@ -252,6 +254,8 @@ def multi_dot(mode: Any, tensors: Any, *, out: Any = None) -> Any:
 
 def chain_matmul(mode: Any, *matrices: Any, out: Any = None) -> Any:
     matrices = matrices[0] if len(matrices) == 1 and not isinstance(matrices[0], torch.Tensor) else matrices
+    if not all(x.dim() == 2 for x in matrices):
+        return NotImplemented
     return multi_dot(mode, matrices, out=out)
 
 

@@ -186,7 +186,8 @@ def cross_entropy(
     counted = (target != ignore_index).to(losses.dtype)
     weights = counted if weight is None else counted * weight[target.clamp(min=0) * (target != ignore_index)]
     if label_smoothing:
-        smooth = -sum_over(logp if weight is None else logp * _along(weight, input, where), [where]) * counted
+        smooth = -sum_over(logp if weight is None else logp * _along(weight, input, where), [where])
+        smooth = smooth.masked_fill(target == ignore_index, 0.0)  # not times 0: an ignored row may hold NaN
         losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / classes)
     return losses if reduction == "none" else _total(losses, reduction, weights)
 
@@ -206,8 +207,11 @@ def _total(losses: Any, reduction: str, weights: Any) -> Any:
 
 
 def rms_norm(mode: Any, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """x / sqrt(mean_square(x) + eps) in float32, rounded to x's type, times weight."""
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
+    """x / sqrt(mean_square(x) + eps) in float32, rounded to x's type, times weight. eps is by default that of the arithmetic,
+    float32, for 16-bit x too."""
+    if not isinstance(normalized_shape, (tuple, list)):
+        return NotImplemented
+    shape = tuple(normalized_shape)
     if not mode.covers("mean", input, *([] if weight is None else [weight])):
         return NotImplemented
     lead = input.dim() - len(shape)
@@ -215,7 +219,7 @@ def rms_norm(mode: Any, input: Any, normalized_shape: Any, weight: Any = None, e
         return NotImplemented
     x = input.float()
     square = rows.mean_square(x.reshape(*x.shape[:lead], -1))
-    factor = torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps))
+    factor = torch.rsqrt(square + (torch.finfo(torch.float32).eps if eps is None else eps))
     normed = (x * expanded(factor.reshape(*x.shape[:lead], *(1,) * len(shape)), x.shape)).to(input.dtype)
     return normed if weight is None else normed * expanded(weight, normed.shape)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import rows
-from ..errors import ArgumentError, ShapeError
+from ..errors import DTypeError, ShapeError
 from . import ops, route
 
 __all__ = ["OPS", "log_softmax", "mean", "mean_square", "softmax", "sum"]
@@ -77,6 +77,10 @@ OPS: tuple[str, ...] = tuple(_SCHEMAS)
 
 def _run(name: str, out_dtype: Any, backend: str | None, *operands: Any) -> Any:
     """The operation in the form that fits the tensors."""
+    if not isinstance(operands[0], torch.Tensor):
+        raise DTypeError(
+            f"x is no torch.Tensor but {type(operands[0]).__name__}; detkern.rows takes the arrays of other frameworks"
+        )
     if out_dtype is not None:
         out_dtype = ops.torch_dtype(out_dtype)
     if not torch.compiler.is_compiling():
@@ -153,6 +157,29 @@ def _log_softmax_backward_backward(ctx: Any, g: Any) -> Any:
     return by_dy.to(dy.dtype), by_y.to(y.dtype)
 
 
+# Their derivatives in forward mode: linear in dy, and what the second operand adds.
+
+
+def _backward_jvp(ctx: Any, operands: Sequence[Any], width: int, tangents: Sequence[Any]) -> Any:
+    dy, dtype, backend = operands[0], ctx.out_dtype, ctx.backend
+    by_dy, by_second = tangents[0], tangents[1] if len(operands) > 1 else None
+    found = None
+    if by_dy is not None:
+        second = width if ctx.name == "mean_backward" else operands[1]
+        found = _run(ctx.name, dtype, backend, by_dy, second)
+    if by_second is None:
+        return found
+    if ctx.name == "mean_square_backward":
+        more = _run("mean_square_backward", dtype, backend, dy, by_second)
+    else:
+        y, t, u = operands[1].float(), by_second.float(), dy.float()
+        if ctx.name == "softmax_backward":
+            more = (t * (u - _dot(y, u, backend)) - y * _dot(t, u, backend)).to(dtype)
+        else:
+            more = (-(t * y.exp()) * _run("sum", torch.float32, backend, dy).unsqueeze(-1)).to(dtype)
+    return more if found is None else found + more
+
+
 # What is saved: "in", the operands; "out", the result; "none".
 _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "sum": ("none", _sum_backward),
@@ -202,10 +229,10 @@ class _Row(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        tangents = tuple(t for t in tangents[3:] if isinstance(t, torch.Tensor))
         *operands, y = ctx.saved_tensors
-        if len(operands) > 1 or ctx.name.endswith("_backward") or len(tangents) != 1:
-            raise ArgumentError(f"{ctx.name} has no forward-mode derivative; only the operations themselves have one")
+        tangents = tangents[3 : 3 + len(operands)]
+        if ctx.name.endswith("_backward"):
+            return _backward_jvp(ctx, operands, y.shape[-1], tangents)
         (dx,) = tangents
         if ctx.name in ("sum", "mean"):
             return _run(ctx.name, ctx.out_dtype, ctx.backend, dx)
