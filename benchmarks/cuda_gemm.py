@@ -215,7 +215,7 @@ def tile_rows() -> list[dict[str, Any]]:
 
 
 def _show(row: dict[str, Any]) -> None:
-    print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    print(records.shown(row), flush=True)
 
 
 def main() -> int:
@@ -225,22 +225,8 @@ def main() -> int:
     parser.add_argument("--tiles", action="store_true", help="also time every tile of the tables")
     arguments = parser.parse_args()
 
-    import torch
-
-    from detkern.cu.device import describe
-
-    facts = describe(0)
     rows = speed_rows() + cublas_bits_rows() + host_rows() + (tile_rows() if arguments.tiles else [])
-    path = records.write(
-        "cuda-gemm",
-        rows,
-        gpu=facts.name,
-        driver=facts.driver,
-        sources=records.product_sources(),
-        folder=arguments.output,
-        more={"cuda of torch": str(torch.version.cuda)},
-    )
-    print(path)
+    records.write_here("cuda-gemm", rows, records.product_sources(), arguments.output)
     return int(not all(row.get("met", True) for row in rows))
 
 

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace, gpu: str, driver: str, more: dict[str, st
             compared += sum(row["elements"] for row in found)
             for row in found:
                 if differs(row):
-                    print("DIFFERENT", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+                    print("DIFFERENT", records.shown(row), flush=True)
         path = records.write(
             "gemm-bits", rows, gpu=gpu, driver=driver, sources=sources(), folder=folder, more=more
         )  # fmt: skip

@@ -209,7 +209,7 @@ def _kept(record: Path, parts: list[str]) -> list[dict[str, Any]]:
 
 
 def _show(row: dict[str, Any]) -> None:
-    print("==", "  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    print("==", records.shown(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,26 @@ def write(
     return path
 
 
+def write_here(what: str, rows: list[dict[str, Any]], sources: Iterable[Path], folder: Path | None) -> Path:
+    """`write` for this process's first CUDA device, with the CUDA that PyTorch, the peer, was built for; says where."""
+    import torch
+
+    from detkern.cu.device import describe
+
+    facts = describe(0)
+    path = write(
+        what, rows, gpu=facts.name, driver=facts.driver, sources=sources, folder=folder,
+        more={"cuda of torch": str(torch.version.cuda)},
+    )  # fmt: skip
+    print(path)
+    return path
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row for people."""
+    return "  ".join(f"{name}={value}" for name, value in row.items())
+
+
 def kept(
     record: Path, *, gpu: str, driver: str, sources: Iterable[Path], more: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:

@@ -142,22 +142,8 @@ def main() -> int:
     if unknown := set(names) - set(NAMES):
         parser.error(f"there is no {', '.join(sorted(unknown))}")
 
-    import torch
-
-    from detkern.cu.device import describe
-
-    facts = describe(0)
     rows = measured(names)
-    path = records.write(
-        "rows",
-        rows,
-        gpu=facts.name,
-        driver=facts.driver,
-        sources=sources(),
-        folder=arguments.output,
-        more={"cuda of torch": str(torch.version.cuda)},
-    )
-    print(path)
+    records.write_here("rows", rows, sources(), arguments.output)
     return int(not all(row["met"] for row in rows))
 
 

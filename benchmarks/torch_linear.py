@@ -170,7 +170,7 @@ def part_rows(device: str) -> list[dict[str, Any]]:
 
 
 def _show(row: dict[str, Any]) -> None:
-    print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    print(records.shown(row), flush=True)
 
 
 def sources() -> list[Path]:
@@ -191,21 +191,7 @@ def main() -> int:
     device = "cpu" if arguments.cpu else "cuda"
     rows = linear_rows(device) + part_rows(device)
     if not arguments.cpu:
-        import torch
-
-        from detkern.cu.device import describe
-
-        facts = describe(0)
-        path = records.write(
-            "torch-linear",
-            rows,
-            gpu=facts.name,
-            driver=facts.driver,
-            sources=sources(),
-            folder=arguments.output,
-            more={"cuda of torch": str(torch.version.cuda)},
-        )
-        print(path)
+        records.write_here("torch-linear", rows, sources(), arguments.output)
     return int(not all(row.get("met", True) for row in rows))
 
 

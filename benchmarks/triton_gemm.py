@@ -94,7 +94,7 @@ def _row(m: int, n: int, k: int, contract: str, dtype: str, rows: bool, target: 
     row |= {"ratio": round(ratio, 3), "elements": m * n, "differing_from_cuda": differing, "tile": plan.tile}
     if target is not None:
         row |= {"target": target, "met": ratio <= target}
-    print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    print(records.shown(row), flush=True)
     return row
 
 
@@ -161,25 +161,13 @@ def main() -> int:
 
     import torch
 
-    from detkern.cu.device import describe
-
     torch.backends.cuda.matmul.allow_tf32 = False
-    facts = describe(0)
     rows = [
         _row(M, n, k, "mma16", "bfloat16", by_rows, TARGET) for k, n in PROJECTIONS for by_rows in (False, True)
     ]  # fmt: skip
     rows += [_row(SIDE, SIDE, SIDE, contract, dtype, False, None) for contract, dtype in OTHERS]
     rows += tile_rows() if arguments.tiles else []
-    path = records.write(
-        "triton-gemm",
-        rows,
-        gpu=facts.name,
-        driver=facts.driver,
-        sources=[*sources(), *records.product_sources()],
-        folder=arguments.output,
-        more={"cuda of torch": str(torch.version.cuda)},
-    )
-    print(path)
+    records.write_here("triton-gemm", rows, [*sources(), *records.product_sources()], arguments.output)
     return int(any(not row.get("met", True) or row.get("differing_from_cuda") for row in rows))
 
 
