@@ -3,16 +3,21 @@ folder by the digest of everything they are made of; and the MUSA one by nvcc, f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from detkern import abi, npu
 from detkern.abi.build import Recipe, build, cache_folder
 from detkern.cpu import compiled
+from detkern.npu import ascend, musa
 
 EMULATION = Path(__file__).with_name("emulation")
 NPU = Path(npu.__file__).parent
@@ -40,6 +45,15 @@ def recipe(platform: str) -> Recipe:
 def library_path(platform: str) -> Path:
     """The library, built if need be."""
     return build(recipe(platform))
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """Both libraries named as a user names them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for platform in (musa.PLATFORM, ascend.PLATFORM):
+            patch.setenv(platform.variable, str(library_path(platform.name)))
+        yield
 
 
 def nvcc() -> str | None:

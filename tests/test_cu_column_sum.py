@@ -3,8 +3,6 @@ launch on a driver that only takes notes, and what is offered where."""
 
 from __future__ import annotations
 
-import ctypes
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+import cu_blocks
+
 import detkern.cu
 from detkern import config, operands, selfcheck
-from detkern.abi import mirror
-from detkern.backend import Execution
 from detkern.cpu import numpy_replay
 from detkern.cu import column_sum
 from detkern.cu.backend import CudaBackend
@@ -26,11 +24,10 @@ from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.problem import ColumnSumProblem, column_sum_problem
-from detkern.tensors import Device, TensorView, contiguous_strides
+from detkern.tensors import TensorView, contiguous_strides
 
 KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
-DEVICE = Device("cuda", 1)
-_TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
+DEVICE = cu_blocks.DEVICE
 
 
 def _view(
@@ -44,22 +41,7 @@ def _problem(dc: TensorView, out_dtype: DType = F32, step: int = 1, accumulate: 
 
 
 def _fields() -> dict[str, tuple[int, str]]:
-    """name -> (offset, struct format) of ColumnSumParams, from the kernel file, laid out as C does."""
-    text = re.sub(r"//.*", "", KERNEL.read_text())
-    rank = int(re.search(r"MAX_SUM_RANK = (\d+);", text)[1])
-    assert rank == column_sum.MAX_SUM_RANK == mirror.MAX_SUM_RANK
-    body = re.search(r"struct ColumnSumParams \{(.*?)\};", text, re.DOTALL)[1]
-    fields, offset = {}, 0
-    for kind, names in re.findall(r"(?:const\s+)?(void\*|int64_t|int32_t)\s+([^;]+);", body):
-        code, size = _TYPES[kind]
-        for name in names.split(","):
-            stem = re.fullmatch(r"\s*(\w+)(?:\[MAX_SUM_RANK\])?\s*", name)[1]
-            count = rank if "[" in name else 1
-            assert offset % size == 0, "the struct must need no padding"
-            fields[stem] = (offset, f"<{count}{code}")
-            offset += count * size
-    fields["size"] = (offset, "")
-    return fields
+    return cu_blocks.fields(column_sum, "ColumnSumParams")
 
 
 def test_every_field_is_where_the_kernel_says() -> None:
@@ -128,34 +110,7 @@ def test_every_choice_is_compiled_ahead_and_covers_the_columns(dtype: DType) -> 
 
 
 def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Puts a driver in place that writes down what it is asked to launch."""
-    from cupy.cuda import driver, runtime
-
-    calls: list[tuple[Any, ...]] = []
-
-    def launch(function: int, *geometry: Any) -> None:
-        *sizes, stream, parameters, _ = geometry
-        block = ctypes.cast(ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0], ctypes.POINTER(ctypes.c_char))
-        calls.append((function, tuple(sizes), stream, block[: _fields()["size"][0]]))
-
-    class Function:
-        ptr = 77
-
-    device = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
-    monkeypatch.setattr(driver, "launchKernel", launch)
-    monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 1)
-    monkeypatch.setattr(runtime, "getDevice", lambda: 1)
-    monkeypatch.setattr(column_sum, "describe", lambda index: device)
-    monkeypatch.setattr(column_sum, "load_function", lambda *_: Function)
-    monkeypatch.setattr(column_sum, "_plans", {})
-    return calls
-
-
-def _execution() -> Execution:
-    def allocate(size: int) -> TensorView:
-        raise AssertionError("no scratch is needed")
-
-    return Execution(DEVICE, 9, allocate)
+    return cu_blocks.launches(monkeypatch, column_sum, _fields()["size"][0])
 
 
 def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +118,7 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     dc, out = _view((64, 104)), _view((104,), None, F32, 512)
     problem = column_sum_problem(dc, out, False)
     for _ in range(2):
-        column_sum.launch(problem, dc, out, _execution())
+        column_sum.launch(problem, dc, out, cu_blocks.execution())
     chosen = column_sum.choose(problem, 132)
     sizes = (4, 1, 1, 160, 1, 1, chosen.build.shared_bytes)
     block = struct.pack("<2Q", 4096, 512) + column_sum.pack_params(problem)
@@ -174,26 +129,16 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_columns_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _launches(monkeypatch)
     dc, out = _view((64, 0)), _view((0,), None, F32)
-    column_sum.launch(column_sum_problem(dc, out, False), dc, out, _execution())
+    column_sum.launch(column_sum_problem(dc, out, False), dc, out, cu_blocks.execution())
     assert calls == []
 
 
 def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import driver
-
     _launches(monkeypatch)
-
-    class Fault(Exception):
-        pass
-
-    def fails(*_: Any) -> None:
-        raise Fault("an illegal address")
-
-    monkeypatch.setattr(driver, "CUDADriverError", Fault)
-    monkeypatch.setattr(driver, "launchKernel", fails)
+    cu_blocks.faults(monkeypatch)
     dc, out = _view((64, 104)), _view((104,), None, F32)
     with pytest.raises(DeviceError, match=r"cuda:1 reported an illegal address at the bias gradient of m=64, n=104"):
-        column_sum.launch(column_sum_problem(dc, out, False), dc, out, _execution())
+        column_sum.launch(column_sum_problem(dc, out, False), dc, out, cu_blocks.execution())
 
 
 def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@ CPU's, the choice of a build, the launch on a driver that only takes notes, and 
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 from pathlib import Path
@@ -14,11 +13,11 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+import cu_blocks
+
 import detkern.cpu
 import detkern.cu
 from detkern import config, selfcheck
-from detkern.abi import mirror
-from detkern.backend import Execution
 from detkern.cpu import numpy_rows
 from detkern.cu import rows
 from detkern.cu.backend import CudaBackend
@@ -27,12 +26,11 @@ from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.problem import RowKind, RowProblem, row_problem
-from detkern.tensors import Device, TensorView, contiguous_strides
+from detkern.tensors import TensorView, contiguous_strides
 
 FOLDER = Path(detkern.cu.__file__).parent
 KERNEL = FOLDER / rows.SOURCE
-DEVICE = Device("cuda", 1)
-_TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
+DEVICE = cu_blocks.DEVICE
 
 
 def _view(
@@ -46,22 +44,7 @@ def _softmax(x: TensorView, out: TensorView | None = None) -> RowProblem:
 
 
 def _fields() -> dict[str, tuple[int, str]]:
-    """name -> (offset, struct format) of RowParams, from the kernel file, laid out as C does."""
-    text = re.sub(r"//.*", "", KERNEL.read_text())
-    rank = int(re.search(r"MAX_SUM_RANK = (\d+);", text)[1])
-    assert rank == rows.MAX_SUM_RANK == mirror.MAX_SUM_RANK
-    body = re.search(r"struct RowParams \{(.*?)\};", text, re.DOTALL)[1]
-    fields, offset = {}, 0
-    for kind, names in re.findall(r"(?:const\s+)?(void\*|int64_t|int32_t)\s+([^;]+);", body):
-        code, size = _TYPES[kind]
-        for name in names.split(","):
-            stem = re.fullmatch(r"\s*(\w+)(?:\[MAX_SUM_RANK\])?\s*", name)[1]
-            count = rank if "[" in name else 1
-            assert offset % size == 0, "the struct must need no padding"
-            fields[stem] = (offset, f"<{count}{code}")
-            offset += count * size
-    fields["size"] = (offset, "")
-    return fields
+    return cu_blocks.fields(rows, "RowParams")
 
 
 def test_every_field_is_where_the_kernel_says() -> None:
@@ -212,34 +195,7 @@ def test_the_tile_follows_the_width_and_the_rows() -> None:
 
 
 def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Puts a driver in place that writes down what it is asked to launch."""
-    from cupy.cuda import driver, runtime
-
-    calls: list[tuple[Any, ...]] = []
-
-    def launch(function: int, *geometry: Any) -> None:
-        *sizes, stream, parameters, _ = geometry
-        block = ctypes.cast(ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0], ctypes.POINTER(ctypes.c_char))
-        calls.append((function, tuple(sizes), stream, block[: _fields()["size"][0]]))
-
-    class Function:
-        ptr = 77
-
-    device = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
-    monkeypatch.setattr(driver, "launchKernel", launch)
-    monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 1)
-    monkeypatch.setattr(runtime, "getDevice", lambda: 1)
-    monkeypatch.setattr(rows, "describe", lambda index: device)
-    monkeypatch.setattr(rows, "load_function", lambda *_: Function)
-    monkeypatch.setattr(rows, "_plans", {})
-    return calls
-
-
-def _execution() -> Execution:
-    def allocate(size: int) -> TensorView:
-        raise AssertionError("no scratch is needed")
-
-    return Execution(DEVICE, 9, allocate)
+    return cu_blocks.launches(monkeypatch, rows, _fields()["size"][0])
 
 
 def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,28 +203,18 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = _view((64, 104)), _view((64, 104), None, F32, 512)
     problem = _softmax(x, out)
     for _ in range(2):
-        rows.launch(problem, x, None, out, _execution())
+        rows.launch(problem, x, None, out, cu_blocks.execution())
     block = struct.pack("<3Q", 4096, 0, 512) + rows.pack_params(problem)
     assert calls == [(77, (16, 1, 1, 128, 1, 1, 0), 9, block)] * 2
     assert len(rows._plans) == 1
 
 
 def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupy.cuda import driver
-
     _launches(monkeypatch)
-
-    class Fault(Exception):
-        pass
-
-    def fails(*_: Any) -> None:
-        raise Fault("an illegal address")
-
-    monkeypatch.setattr(driver, "CUDADriverError", Fault)
-    monkeypatch.setattr(driver, "launchKernel", fails)
+    cu_blocks.faults(monkeypatch)
     x = _view((64, 104))
     with pytest.raises(DeviceError, match=r"cuda:1 reported an illegal address at softmax of 64 rows, n=104"):
-        rows.launch(_softmax(x), x, None, _view((64, 104), None, F32), _execution())
+        rows.launch(_softmax(x), x, None, _view((64, 104), None, F32), cu_blocks.execution())
 
 
 def _replayed(_: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import emulated
 import numpy as np
 import pytest
-from emulated import library_path
 from frameworks import same
 from oracles.cases import cases
 
@@ -31,10 +31,7 @@ every_subject = pytest.mark.parametrize(("backend", "contract", "dtype"), SUBJEC
 
 @pytest.fixture(autouse=True, scope="module")
 def libraries() -> Iterator[None]:
-    """Both named as a user names them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for platform in (musa.PLATFORM, ascend.PLATFORM):
-            patch.setenv(platform.variable, str(library_path(platform.name)))
+    with emulated.named():
         yield
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import emulated
 import pytest
-from emulated import library_path
 from frameworks import same_bits, tensor
 
 import detkern
 from detkern.abi.library import Library
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.npu import ascend, musa
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -44,9 +43,7 @@ SUBJECTS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, scope="module")
 def libraries() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for platform in (musa.PLATFORM, ascend.PLATFORM):
-            patch.setenv(platform.variable, str(library_path(platform.name)))
+    with emulated.named():
         yield
 
 
