@@ -189,7 +189,7 @@ def run(
 ) -> geometry.Launch:
     """Launch on views, straight through the launch code: also what the backend would refuse. Returns what was launched.
 
-    tile, loads, grid: instead of what the tables give; memory: where scratch comes from.
+    tile, loads, grid: instead of what the tables give (of clusters, as many); memory: where scratch comes from.
     """
     from detkern.cu import launch
 
@@ -203,7 +203,7 @@ def run(
     tile = tile or geometry.choose(problem, facts.capability, facts.multiprocessors).tile
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors, loads)
     if grid is not None:
-        chosen = replace(chosen, grid=min(grid, chosen.grid))
+        chosen = replace(chosen, grid=min(grid * (2 if tile.get("SHARES", 0) else 1), chosen.grid))
     launch.launch(problem, a, b, out, bias, execution, chosen)
     return chosen
 
@@ -220,13 +220,13 @@ def tiles_here(problem: GemmProblem, loads: tuple[geometry.Load, geometry.Load])
 
 def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
     """All tiles of the kernels for every device; of the wgmma kernels' many, the first of each way in which their warps
-    work together, hold rows and write."""
+    work together, hold rows, share them and write."""
     seen = set()
     result = []
     for tile in tiles:
         macros = dict(tile.macros)
-        sizes = ("GROUP_M", "IN_TURN", "IN_FLIGHT", "OUT_TMA", "WARPS_M", "BOX_M", "GROUPS_M", "GROUPS_N", "SETS")
-        kind = (tile.table, *(macros.get(name) for name in sizes), tile["TILE_N"] % 64 == 0)
+        sizes = ("GROUP_M", "IN_TURN", "SHARES", "OUT_TMA", "WARPS_M", "GROUPS_M", "GROUPS_N")
+        kind = (tile.table, *map(macros.get, sizes), min(tile["TILE_M"], 64), tile["TILE_N"] % 64 == 0)
         if not tile.by_tma or kind not in seen:
             result.append(tile)
         seen.add(kind)

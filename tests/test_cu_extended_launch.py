@@ -72,7 +72,11 @@ def test_parameters_are_the_block_and_the_maps_in_order(bindings: cu_driver.Bind
     (one,) = bindings.launches
     assert (one.function, one.params) == (FUNCTION, PARAMS)
     assert [bindings.maps[number][2] for number in one.maps] == [A, B, OUT]
-    assert [bindings.maps[number][3] for number in one.maps] == [[320, 256, 1], [320, 512, 1], [512, 256, 1]]
+    assert [bindings.maps[number][3] for number in one.maps] == [
+        [64, 256, 5, 1],
+        [64, 512, 5, 1],
+        [512, 256, 1, 1],
+    ]
     chosen, made = extended.launch, one.configuration
     assert (made.gridDimX, made.gridDimY, made.gridDimZ) == (chosen.grid, 1, 1)
     assert (made.blockDimX, made.blockDimY, made.blockDimZ) == (chosen.threads, 1, 1)

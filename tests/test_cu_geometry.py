@@ -8,7 +8,18 @@ import pytest
 
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
-from detkern.cu.geometry import Load, Tile, candidates, choose, fits, launch_for, load_paths, takes, tiles_for
+from detkern.cu.geometry import (
+    Load,
+    Tile,
+    candidates,
+    choose,
+    fits,
+    launch_for,
+    load_paths,
+    predicted_us,
+    takes,
+    tiles_for,
+)
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.problem import GemmProblem, gemm_problem
@@ -224,67 +235,80 @@ def test_ctas_of_tma_kernels_are_those_that_run_at_once() -> None:
             loads = min(tile.loads)
             for m, n in ((1, 1), (1, 3000), (8000, 8000), (tile["TILE_M"], 3 * tile["TILE_N"])):
                 problem = _laid_out(contract, m, n, 200, loads)
+                shares = tile.get("SHARES", 0)
+                rows, columns = tile["TILE_M"] * (1 + (shares == 2)), tile["TILE_N"] * (1 + (shares == 1))
+                clusters = -(-m // rows) * -(-n // columns)
+                ctas = 2 if shares else 1
                 for multiprocessors in (132, 113):
-                    tiles = -(-m // tile["TILE_M"]) * -(-n // tile["TILE_N"])
-                    grid = launch_for(problem, tile, multiprocessors).grid
-                    assert grid == min(tiles, multiprocessors * tile["CTAS_PER_SM"])
+                    at_once = multiprocessors * tile["CTAS_PER_SM"] // ctas
+                    assert launch_for(problem, tile, multiprocessors).grid == ctas * min(clusters, at_once)
+    shared = next(tile for tile in _by_tma() if tile["SHARES"])
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    assert launch_for(_laid_out(MMA16, 128, 1, 64, both), shared, 1).grid == 2, "a cluster is whole"
 
 
-def test_a_tile_that_holds_fewer_rows_than_it_multiplies_is_for_as_few() -> None:
-    """The rows that are not copied are whatever shared memory holds."""
-    few = [tile for tile in _by_tma() if tile["BOX_M"] < tile["TILE_M"]]
-    assert {tile["BOX_M"] for tile in few} >= {16, 32}
-    for tile in few:
-        for m in (1, tile["BOX_M"], tile["BOX_M"] + 1, 64, 65, 1000):
-            problem = _laid_out(MMA16, m, 512, 512, (Load.K_MAJOR, Load.K_MAJOR))
-            assert takes(problem, tile, (Load.K_MAJOR, Load.K_MAJOR)) == (m <= tile["BOX_M"])
-            assert (tile in candidates(problem, HOPPER, load_paths(problem))) == (m <= tile["BOX_M"])
+def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
+    """Of fewer rows each is copied as a box of its own, which halves cannot be."""
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    assert {tile["SHARES"] for tile in _by_tma()} == {0, 1, 2}
+    for tile in _by_tma():
+        for m in (1, tile["TILE_M"] - 1, tile["TILE_M"], tile["TILE_M"] + 1, 1000):
+            problem = _laid_out(MMA16, m, 512, 512, both)
+            expected = both in tile.loads and (not tile["SHARES"] or m >= tile["TILE_M"])
+            assert takes(problem, tile, both) == expected
+            assert (tile in candidates(problem, HOPPER, load_paths(problem))) == expected
 
 
 def test_a_tile_that_writes_by_tma_alone_takes_outputs_that_tma_can_write() -> None:
     boxed = [tile for tile in _by_tma() if tile["OUT_TMA"]]
     assert boxed
-    both = (Load.K_MAJOR, Load.K_MAJOR)
     for tile in boxed:
-        assert takes(_laid_out(MMA16, 100, 512, 512, both), tile, both)
-        assert takes(_laid_out(MMA16, 100, 512, 512, both, out_dtype=F16), tile, both)
-        assert not takes(_laid_out(MMA16, 100, 512, 512, both, out_dtype=F32), tile, both)
-        assert not takes(_laid_out(MMA16, 100, 511, 512, both), tile, both)
+        loads = min(tile.loads)
+        assert takes(_laid_out(MMA16, 200, 512, 512, loads), tile, loads)
+        assert takes(_laid_out(MMA16, 200, 512, 512, loads, out_dtype=F16), tile, loads)
+        assert not takes(_laid_out(MMA16, 200, 512, 512, loads, out_dtype=F32), tile, loads)
+        assert not takes(_laid_out(MMA16, 200, 511, 512, loads), tile, loads)
 
 
 def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
     for tile in _by_tma():
         for loads in itertools.product(Load, Load):
-            problem = _laid_out(MMA16, 16, 512, 512, loads)
+            problem = _laid_out(MMA16, 256, 512, 512, loads)
             assert load_paths(problem) == loads
             assert takes(problem, tile, loads) == (loads in tile.loads)
 
 
-def test_boxes_hold_the_rows_that_there_are() -> None:
-    """The kernel counts the bytes of boxes of as many rows: a's no more than m."""
+def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
+    """A box of a has no more rows than m (K_MAJOR). Where lines are of whole boxes, one copy takes a stage's; CTAs that share
+    an operand copy half of its boxes each, or of a single one half of the rows."""
     for contract in (MMA16, TREE_MMA16):
         for tile in _by_tma(contract):
-            for loads in sorted(tile.loads):
-                for m in (1, 7, 9, 16, 24, 33, 100, 300):
-                    problem = _laid_out(contract, m, 100, 70, loads)
-                    if not takes(problem, tile, loads):
-                        continue
-                    maps = launch_for(problem, tile, 132).maps
-                    assert maps is not None
-                    most = dict(tile.macros).get("BOX_M", tile["TILE_M"])
-                    rows = min(m, most)
-                    if loads[0] == Load.MN_MAJOR:
-                        assert maps.a.rows == tile["TILE_K"]
-                    else:
-                        assert maps.a.rows == rows
-                    assert maps.b.rows == (tile["TILE_N"] if loads[1] == Load.K_MAJOR else tile["TILE_K"])
-                    assert max(maps.a.rows, maps.b.rows) <= 256
-                    assert maps.out is None, "rows of 100 elements are not of whole 16 bytes"
-                    written = launch_for(_laid_out(contract, m, 104, 70, loads), tile, 132).maps
-                    assert written is not None
-                    assert (written.out is not None) == (tile.table == "mma_wgmma")
-                    if written.out is not None:
-                        assert (written.out.rows, written.out.sizes) == (16, (104, m, 1))
+            for loads, m, (n, k) in itertools.product(
+                sorted(tile.loads), (1, 7, 9, 16, 24, 33, 64, 100, 128, 300), ((104, 72), (128, 192))
+            ):
+                problem = _laid_out(contract, m, n, k, loads)
+                if not takes(problem, tile, loads):
+                    continue
+                maps = launch_for(problem, tile, 132).maps
+                assert maps is not None
+                lines = zip((maps.a, maps.b), loads, ((tile["TILE_M"], m), (tile["TILE_N"], n)), strict=True)
+                for operand, (shape, load, (size, there)) in enumerate(lines):
+                    along = load == Load.K_MAJOR
+                    boxes, rows = (tile["TILE_K"], size) if along else (size, tile["TILE_K"])
+                    boxes //= 64
+                    few = operand == 0 and along and m < rows
+                    if tile.get("SHARES", 0) == operand + 1:
+                        boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
+                    whole = (k if along else there) % 64 == 0 and not few
+                    assert (shape.rows, shape.boxes) == (m if few else rows, boxes if whole else None)
+                    assert shape.rows <= 256
+                assert (maps.out is not None) == (tile.table == "mma_wgmma")
+                if maps.out is not None:
+                    assert (maps.out.rows, maps.out.boxes, maps.out.sizes) == (16, None, (n, m, 1))
+                odd = (
+                    launch_for(_laid_out(contract, m, 100, k, loads), tile, 132) if not tile.get("OUT_TMA", 0) else None
+                )
+                assert odd is None or (odd.maps and odd.maps.out is None), "rows of 100 are not of whole 16 bytes"
 
 
 def _unusual() -> list[tuple[str, GemmProblem]]:
@@ -338,7 +362,8 @@ def test_without_cuda_bindings_there_are_no_maps(monkeypatch: pytest.MonkeyPatch
 
 def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR))
-    predicted = choose(problem, HOPPER, 132).tile
+    loads = load_paths(problem)
+    predicted = min(candidates(problem, HOPPER, loads), key=lambda tile: predicted_us(problem, tile, 132))
     others = [tile for tile in candidates(problem, HOPPER, load_paths(problem)) if tile != predicted]
     asked = []
     known: list[str] = []
@@ -354,8 +379,8 @@ def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.Mon
     known[:] = [str(others[3]), str(predicted), "1x2x3x4"]
     assert choose(problem, HOPPER, 132).tile == predicted, "of several, the one that is predicted to be fastest"
     # Tiles that there are none of, or that cannot compute the problem.
-    few = next(str(tile) for tile in _by_tma() if tile["BOX_M"] < 40)
-    for found in (["1x2x3x4"], [few], []):
+    many = next(str(tile) for tile in _by_tma() if tile["SHARES"] and tile["TILE_M"] > 40)
+    for found in (["1x2x3x4"], [many], []):
         known[:] = found
         assert choose(problem, HOPPER, 132).tile == predicted
     asked.clear()

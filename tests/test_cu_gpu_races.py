@@ -43,28 +43,28 @@ class Case:
 
     def modes(self, dtype: DType) -> list[tuple[str, str]]:
         """Both operands along k, and along m and n where the tile takes that."""
-        both = [("rows", "columns"), ("columns", "rows")]
-        return both if len(self.tile(dtype).loads) == 4 else both[:1]
+        modes = {geometry.Load.K_MAJOR: ("rows", "columns"), geometry.Load.MN_MAJOR: ("columns", "rows")}
+        return [mode for load, mode in modes.items() if (load, load) in self.tile(dtype).loads]
 
     def __str__(self) -> str:
         return f"{self.contract}-{self.what}"
 
 
 def _kind(tile: geometry.Tile) -> str:
-    macros = dict(tile.macros)
-    if macros.get("BOX_M", tile["TILE_M"]) < tile["TILE_M"]:
-        return f"{macros['BOX_M']} rows"
-    if macros.get("IN_FLIGHT", 1) > 1:
-        return f"{macros['IN_FLIGHT']} in flight"
-    return "in turn" if macros.get("IN_TURN") else "plain"
+    if tile["TILE_M"] < 64:
+        return "few rows"
+    shares = ("plain", "a shared", "b shared")[tile.get("SHARES", 0)]
+    return f"{shares} in turn" if tile.get("IN_TURN", 0) else shares
 
 
 # More blocks of k than the ring has stages, many times over.
 CASES = [
     Case(MMA16, "plain", 1000, 4104),
-    Case(MMA16, "in turn", 1000, 4104),
-    Case(MMA16, "2 in flight", 1000, 4104),
-    Case(MMA16, "16 rows", 16, 16392),
+    Case(MMA16, "plain in turn", 1000, 4104),
+    Case(MMA16, "few rows", 16, 16392),
+    Case(MMA16, "a shared", 1024, 4096),  # lines of whole boxes
+    Case(MMA16, "b shared", 1024, 4096),
+    Case(MMA16, "b shared in turn", 1000, 4104),
     Case(TREE_MMA16, "plain", 1000, 4104),
 ]
 PARAMETERS = [(case, dtype) for case in CASES for dtype in (BF16, F16)]

@@ -174,17 +174,32 @@ def test_a_map_is_made_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> N
     assert shape.at(4096) is first
     assert shape.at(8192) is not first
     (kind, rank, pointer, sizes, strides, box, steps, *rest), other = driver.maps
-    assert (kind, rank, pointer, other[2]) == ("CU_TENSOR_MAP_DATA_TYPE_FLOAT16", 3, 4096, 8192)
-    assert (sizes, strides, box, steps) == ([72, 100, 5], [160, 18000], [64, 128, 1], [1, 1, 1])
+    assert (kind, rank, pointer, other[2]) == ("CU_TENSOR_MAP_DATA_TYPE_FLOAT16", 4, 4096, 8192)
+    assert (sizes, strides, box, steps) == ([72, 100, 1, 5], [160, 160, 18000], [64, 128, 1, 1], [1] * 4)
     # 64 elements of 16 bits are the 128 bytes of the swizzle; zeros stand for what is outside.
     assert rest == [
         "CU_TENSOR_MAP_INTERLEAVE_NONE",
         "CU_TENSOR_MAP_SWIZZLE_128B",
-        "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
+        "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
         "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
     ]
     assert replace(SHAPE, dtype=BF16).at(4096) is not first
     assert driver.maps[-1][0] == "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
+
+
+def test_lines_of_whole_boxes_are_cut_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one copy takes several beside one another."""
+    driver = cu_driver.install(monkeypatch)
+    shape = MapShape(BF16, (320, 100, 5), (800, 96000), 128, 4)
+    assert shape.whole
+    shape.at(4096)
+    sizes, strides, box = driver.maps[-1][3:6]
+    assert (sizes, strides, box) == ([64, 100, 5, 5], [800, 128, 96000], [64, 128, 4, 1])
+    # Every element is where it was: x along a line, y across, z of the batch.
+    for x, y, z in ((0, 0, 0), (63, 1, 0), (64, 0, 0), (319, 99, 4), (200, 7, 3)):
+        cut = 2 * (x % 64) + strides[0] * y + strides[1] * (x // 64) + strides[2] * z
+        assert cut == 2 * x + shape.strides[0] * y + shape.strides[1] * z
+    assert not SHAPE.whole
 
 
 def test_no_more_maps_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the load paths of A and B that it is built for
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
---tiles`); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
+--tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
+multiprocessor); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
 how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
 before what these numbers predict (tuned.py).
 """
@@ -22,7 +23,7 @@ from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
-from .tensor_map import MapShape, available, map_shapes, output_map_shape
+from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, output_map_shape
 from .tuned import labels
 
 __all__ = [
@@ -50,8 +51,13 @@ _TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
 _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
+# `Shared` of pipeline.cuh.
+SHARED_A, SHARED_B = 1, 2
 _GRID_LIMIT = 2**31 - 1  # blocks along x
 _BYTES_PER_US = 4.3e6  # from an H200's memory
+# What a tile takes longer where lines are not of whole 128 bytes: each row of a box lies in two of the L2's lines. CTAs that
+# share an operand read fewer.
+_BROKEN_LINES, _BROKEN_LINES_SHARED = 1.6, 1.2
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before it.
@@ -127,10 +133,8 @@ class Tile:
         size = f"{self['TILE_M']}x{self['TILE_N']}x{self['TILE_K']}"
         if not self.by_tma:
             return size
-        box = self.get("BOX_M", self["TILE_M"])
         words = [f"{size}x{self['STAGES']}"]
-        words += [f"{box} rows"] if box != self["TILE_M"] else []
-        words += [f"{self['IN_FLIGHT']} in flight"] if self.get("IN_FLIGHT", 1) > 1 else []
+        words += [["a shared"], ["b shared"]][self.get("SHARES", 0) - 1] if self.get("SHARES", 0) else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
         return " ".join(words)
@@ -204,8 +208,8 @@ def _shared_bytes(tile: Tile) -> int:
         slab = max(64 * (_slab_columns(n, 32) + 8), 16 * (2 * _slab_columns(n, 64) + 16))
         if n % 64 == 0:
             slab = -(-max(64 * (_slab_columns(n, 32) + 8), 2048 * tile["OUT_BOXES"]) // 1024) * 1024
-        consuming_warps = 4 * (m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
-        return 2 * stages * k * (tile["BOX_M"] + n) + consuming_warps * slab + 16 * stages + 1024
+        consuming_warps = 4 * -(-m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
+        return 2 * stages * k * (m + n) + consuming_warps * slab + 16 * stages + 1024
     else:
         needed = max(2 * stages * k * (m + n), tile["WARPS_M"] * tile["WARPS_N"] * 64 * (n // tile["WARPS_N"] + 8))
     if tile.table in ("tree", "tree_mma"):
@@ -282,7 +286,11 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
 
 
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
-    count = -(-problem.m // tile["TILE_M"]) * -(-problem.n // tile["TILE_N"])
+    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too."""
+    rows, columns = tile["TILE_M"], tile["TILE_N"]
+    shares = tile.get("SHARES", 0)
+    count = -(-problem.m // (2 * rows)) * 2 if shares == SHARED_B else -(-problem.m // rows)
+    count *= -(-problem.n // (2 * columns)) * 2 if shares == SHARED_A else -(-problem.n // columns)
     for size in problem.batch:
         count *= size
     return count
@@ -298,6 +306,8 @@ def launch_for(
         # No more CTAs than run at once, each of which walks over several tiles: scratch is a slot a CTA, and the loads of
         # the next tile begin before the last one is written.
         grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
+        if tile.get("SHARES", 0):
+            grid = max(2, grid - grid % 2)
     return Launch(
         tile=tile,
         build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
@@ -316,8 +326,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
         return False
     if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
         return False
-    # Of a tile with fewer rows in memory than it has, the others are never there.
-    if tile.get("BOX_M", tile["TILE_M"]) < min(problem.m, tile["TILE_M"]):
+    if tile.get("SHARES", 0) and problem.m < tile["TILE_M"]:
         return False
     return not tile.by_tma or (
         available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
@@ -333,15 +342,31 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     shapes = map_shapes(problem, _along_k((load_a, load_b)))
     if shapes is None:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
-    # A box of fewer rows than the tile's, where there are no more: filling those outside takes time, too.
-    box_m = min(tile.get("BOX_M", tile["TILE_M"]), problem.m)
-    rows_a = box_m if load_a == Load.K_MAJOR else tile["TILE_K"]
-    rows_b = tile["TILE_N"] if load_b == Load.K_MAJOR else tile["TILE_K"]
     out = output_map_shape(problem)
     return Maps(
-        a=replace(shapes[0], rows=rows_a),
-        b=replace(shapes[1], rows=rows_b),
+        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, problem.m, tile.get("SHARES", 0) == SHARED_A),
+        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.get("SHARES", 0) == SHARED_B),
         out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
+    )
+
+
+def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool) -> MapShape:
+    """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves: each
+    CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
+    along, rows = (tile_k, tile_mn) if load == Load.K_MAJOR else (tile_mn, tile_k)
+    if load == Load.K_MAJOR and present is not None and present < rows:
+        return replace(shape, rows=present)
+    boxes = along // BOX_WIDTH
+    if halves:
+        boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
+    return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
+
+
+def _whole_lines(problem: GemmProblem) -> bool:
+    """Whether the lines of both operands start at multiples of 128 bytes from one another."""
+    matrices = (problem.a, problem.b)
+    return not any(
+        max(abs(matrix.row_stride), abs(matrix.col_stride)) * matrix.dtype.itemsize % 128 for matrix in matrices
     )
 
 
@@ -356,6 +381,8 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
         more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
         time += tile.alone_us + more
     time *= problem.k / 4096
+    if tile.by_tma and not _whole_lines(problem):
+        time *= _BROKEN_LINES_SHARED if tile.get("SHARES", 0) else _BROKEN_LINES
     batch = math.prod(problem.batch)
     elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
     from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US

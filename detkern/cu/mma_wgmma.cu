@@ -3,40 +3,42 @@
 //
 // Roles. Warp groups consume, each GROUP_M rows of a tile. All of a tile's groups work on it together, or (IN_TURN) two
 // groups have a tile each, so that one finishes and writes its outputs while the other multiplies. One more warp
-// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile. A
-// consumer keeps IN_FLIGHT stages' products in flight while it starts the next one's.
-// Few rows. Of a tile of 64 rows only BOX_M are copied and have room in a stage; wgmma reads 64, and what it finds in
-// the others' place, which may be changing, goes to outputs that are not written.
+// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile.
+// Few rows. A tile of 16 or 32 rows has no more in a stage; wgmma reads 64, and what it finds in the others' place,
+// which may be changing, goes to outputs that are not written.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
-// registers from it; any grid.x from 1 to the tile count, best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (BOX_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
+// registers from it; any grid.x of whole clusters, best the CTAs that run at once.
+// Clusters. SHARES: the two CTAs of a cluster have tiles beside one another and copy half of A's rows each, for both
+// (SHARED_A), or below one another and share B's (SHARED_B); fewer bytes leave the L2.
+// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
 // (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
-// Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA); TILE_M, GROUP_M (64, 128), IN_TURN (0;
-// 1 where TILE_M is GROUP_M); BOX_M (TILE_M; of 64, any multiple of 8 where A is K_MAJOR); TILE_N (a width of
-// wgmma_instruction.cuh; of 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; IN_FLIGHT (1, 2); OUT_BOXES (boxes of 64
-// columns that a warp's slab holds, where TILE_N is a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which
-// leaves out the code for others); BAND (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A is
+// K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of 64
+// where B is MN_MAJOR); TILE_K (of 64); STAGES; OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is
+// a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others); BAND (tile rows);
+// CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
 constexpr int GROUP = 128;              // threads of a warp group
 constexpr int BLOCKS_M = GROUP_M / 64;  // of a consumer
 constexpr int TURNS = IN_TURN ? 2 : 1;
-constexpr int CONSUMERS = TILE_M / GROUP_M * TURNS;
+constexpr int CONSUMERS = (TILE_M + GROUP_M - 1) / GROUP_M * TURNS;
 constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 // A warp group of producers gives the consumers registers; one warp, where these need none, has not got any to give.
-constexpr bool SHIFTS_REGISTERS = THREADS == (CONSUMERS + 1) * GROUP;
+constexpr bool SHIFTS_REGISTERS = CONSUMERS > 1 && THREADS == (CONSUMERS + 1) * GROUP;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / CTAS_PER_SM / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 24;
+constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 static_assert(SHIFTS_REGISTERS || THREADS == CONSUMERS * GROUP + 32, "one more warp than the consumers', or four");
 
-using TileA = TmaTile<LOAD_A, BOX_M, TILE_K>;
+using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
-using StageRing = Ring<TileA, TileB, STAGES>;
+constexpr int CTAS = SHARES == SHARED_NONE ? 1 : 2;  // of a cluster
+using StageRing = Ring<TileA, TileB, STAGES, CTAS>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES>;
 
 // Columns of the outputs that pass through shared memory at once: the largest divisor of TILE_N that is a multiple of 8
 // and at most `limit`.
@@ -58,18 +60,30 @@ using WarpOutput = OutputSlab<16, SLAB_N, 4, 0>;
 constexpr int LARGER_SLAB = WarpOutput::BYTES > WORD_SLAB_BYTES ? WarpOutput::BYTES : WORD_SLAB_BYTES;
 constexpr int SLAB_BYTES = BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
 
+constexpr int STARTING_THREADS = (CONSUMING_WARPS + 1) * 32;
 constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
+
+constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
+constexpr bool TILE_KEPT = BLOCKS_M * TILE_N <= 128;   // where the output is, while products are computed
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
-static_assert(TILE_M % GROUP_M == 0 && (TILE_M == GROUP_M || !IN_TURN), "a tile is one group's where these take turns");
-static_assert(BOX_M == TILE_M || (TILE_M == 64 && LOAD_A == K_MAJOR), "part of a tile of 64 rows along k, or all");
-static_assert(IN_FLIGHT < STAGES, "a stage is left to fill");
+static_assert(TILE_M % GROUP_M == 0 || ((TILE_M == 16 || TILE_M == 32) && LOAD_A == K_MAJOR),
+              "whole groups or few rows");
+static_assert(TILE_M == GROUP_M || !IN_TURN, "a tile is one group's where these take turns");
+static_assert(STAGES > 2, "one is multiplied, one is left to be taken, one is left to fill");
 static_assert(!OUT_TMA || BOXED, "boxes of 64 columns");
 static_assert(!BOXED || TILE_N % (OUT_BOXES * ATOM) == 0, "all slabs are full");
-static_assert((64 - BOX_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES, "wgmma reads 64 rows of A");
+static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES,
+              "wgmma reads 64 rows of A");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
+
+// Whether this warp's 16 rows of 64 are a tile's. The same in all lanes, and known to be: else the main loop would end in a
+// barrier of the warp.
+DETKERN_INLINE bool has_rows() {
+  return BLOCK_ROWS == 64 || __shfl_sync(~0u, thread_index() / 32, 0) * 16 < BLOCK_ROWS;
+}
 
 // The accumulators of 64 rows: fragments [TILE_N / 8][4] as mma.sync lays them out.
 using Accumulators = float[PARTS][SLAB_N / 8][4];
@@ -77,13 +91,11 @@ using Accumulators = float[PARTS][SLAB_N / 8][4];
 DETKERN_INLINE float (&registers(Accumulators& acc))
     [TILE_N / 2] { return reinterpret_cast<float (&)[TILE_N / 2]>(acc); }
 
-// Starts the products of one stage; row: of the group's first row in the tile.
-DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, uint32_t stage, int row) {
-  const uint32_t a = TileA::low_word(ring.a(stage) + TileA::offset(row, 0));
-  const uint32_t b = TileB::low_word(ring.b(stage));
-  wgmma_fence();
+// Starts the products of 16 k each numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors.
+template <int FIRST, int LAST>
+DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], uint32_t a, uint32_t b) {
 #pragma unroll
-  for (int step = 0; step < TILE_K / 16; ++step) {
+  for (int step = FIRST; step < LAST; ++step) {
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) {
       wgmma<TILE_N, OPERAND, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(
@@ -94,32 +106,46 @@ DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], const StageRing& rin
   wgmma_commit();
 }
 
-// The stage that comes `count` before another.
-DETKERN_INLINE uint32_t before(uint32_t stage, uint32_t count) {
-  return stage < count ? stage + STAGES - count : stage - count;
-}
-
-// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's.
+// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's. row: of the group's
+// first row in the tile.
+//
+// Between a stage's first products (HEAD steps) and its others the warps see to the ring: they let the stage before go
+// and ask whether the next one is there, so that from stage to stage the tensor cores have work.
 DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, Position& position, int row,
                                   uint32_t blocks, int group) {
+  constexpr int STEPS = TILE_K / 16, HEAD = STEPS >= 8 ? 4 : STEPS / 2;
+  constexpr uint32_t STRIDE = StageRing::STAGE_BYTES / 16;
+  // Low words of descriptors, of A in the ring's first stage; and from A's to B's.
+  const uint32_t first = TileA::low_word(ring.a(0) + TileA::offset(row, 0));
+  const uint32_t to_b = TileB::DESCRIPTOR_LOW - TileA::DESCRIPTOR_LOW + (TileA::BYTES - TileA::offset(row, 0)) / 16;
+  uint32_t a = first + position.stage * STRIDE;
   // The first stage stands apart: in the loop there is always one in flight.
   ring.take(position);
-  multiply(acc, ring, position.stage, row);
+  wgmma_fence();
+  multiply<0, HEAD>(acc, a, a + to_b);
+  uint32_t last = position.stage;
+  position.step();
+  uint32_t next = position.stage == 0 ? first : a + STRIDE;
+  bool known = ring.full_already(position);
+  multiply<HEAD, STEPS>(acc, a, a + to_b);
 #pragma unroll 1
   for (uint32_t block = 1; block < blocks; ++block) {
+    a = next;
+    ring.take(position, known);
+    wgmma_fence();
+    multiply<0, HEAD>(acc, a, a + to_b);
+    const uint32_t before = last;
+    last = position.stage;
     position.step();
-    ring.take(position);
-    multiply(acc, ring, position.stage, row);
-    wgmma_wait<IN_FLIGHT>();
-    if (IN_FLIGHT == 1 || block >= IN_FLIGHT) ring.release(before(position.stage, IN_FLIGHT));
+    next = position.stage == 0 ? first : a + STRIDE;
+    known = ring.full_already(position);
+    wgmma_wait<1>();
+    ring.release(before);
+    multiply<HEAD, STEPS>(acc, a, a + to_b);
   }
   if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
   wgmma_wait<0>();
-#pragma unroll
-  for (int block = IN_FLIGHT - 1; block >= 0; --block) {
-    if (block == 0 || blocks > block) ring.release(before(position.stage, block));
-  }
-  position.step();
+  ring.release(last);
 }
 
 // The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
@@ -136,7 +162,7 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
   const int thread = thread_index(), lane = thread % 32, row = lane / 4;
 #pragma unroll
   for (int first = 0; first < TILE_N / ATOM; first += OUT_BOXES) {
-    if (lane == 0) store_tensor_wait_read();
+    if (elected()) store_tensor_wait_read();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < OUT_BOXES * ATOM / 8; ++j) {
@@ -148,10 +174,10 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) {
+    if (has_rows() && elected()) {
 #pragma unroll
       for (int box = 0; box < OUT_BOXES; ++box) {
-        store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, tile.batch,
+        store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, 0, tile.batch,
                          slab + box * BOX_BYTES);
       }
       store_tensor_commit();
@@ -178,7 +204,7 @@ DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uin
     }
     __syncwarp();
 #pragma unroll 4
-    for (int i = lane; i < 16 * LANES; i += 32) {
+    for (int i = has_rows() ? lane : 16 * LANES; i < 16 * LANES; i += 32) {
       const int row = i / LANES, chunk = i % LANES;
       const int64_t column = tile.column + part * WORD_SLAB_N + chunk * 8;
       if (first_row + row < p.m && column < p.n) {
@@ -214,7 +240,7 @@ DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const 
         if (b != part) continue;
         output.put([&](int j, int half) { return make_float2(acc[b][j][2 * half], acc[b][j][2 * half + 1]); });
       }
-      output.write<false>(0);
+      if (has_rows()) output.write<false>(0);
       output.move(SLAB_N);
     }
     return;
@@ -248,10 +274,16 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
   Position position;
   position.advance(turn * blocks);
   for (Walk walk(p, turn, TURNS); walk.more(); walk.step()) {
+    OutputTile kept = walk.output();  // with divisions, which would take long once the products are there
+    if (TILE_KEPT) {
+      forget(kept.row);
+      forget(kept.column);
+    }
     Accumulators acc[BLOCKS_M] = {};
     if (!OUT_TMA && p.accumulate) {
 #pragma unroll
       for (int block = 0; block < BLOCKS_M; ++block) {
+        if (!has_rows()) continue;
         OutputTile tile = walk.output();
         tile.row += row + 64 * block;
         WarpOutput output(p, slabs, tile);
@@ -276,19 +308,40 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     multiply_tile(acc, ring, position, row, blocks, group);
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+    // All that the other CTA copies here has come, and this warp arrives there no more. (Of groups that take turns the
+    // compiler would serialise the products around it.)
+    if (CTAS > 1 && !IN_TURN && !walk.more_after()) cluster_arrive();
     if (IN_TURN) position.advance(blocks);
 
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) {
-      OutputTile tile = walk.output();
+      OutputTile tile = TILE_KEPT ? kept : walk.output();
       tile.row += row + 64 * block;
       finish(p, map_out, tile, slabs, acc[block]);
     }
   }
-  if (BOXED && threadIdx.x % 32 == 0) store_tensor_wait();
+  if (CTAS > 1 && IN_TURN) cluster_arrive();
+  if (BOXED && elected()) store_tensor_wait_read();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+// Asks the L2 cache for the first of B that this CTA will read. Its CTAs often start while the grid before still ends,
+// and memory is idle then; the cache is coherent, so whatever that grid may yet write to B is what is read afterwards.
+DETKERN_INLINE void prefetch_b(const GemmParams& p) {
+  constexpr int LINES = (TILE_M <= 32 ? 65536 : 32768) / ATOM_ROW_BYTES;  // half and twice as many were slower
+  constexpr bool ALONG_K = LOAD_B == K_MAJOR;
+  constexpr int WIDTH = ALONG_K ? LINES / TILE_N : TILE_N / ATOM;  // lines beside one another
+  if (WIDTH == 0) return;
+  const OutputTile tile = Walk(p).output();
+  const int64_t stride = ALONG_K ? p.b_col : p.b_row;
+  const uint16_t* first = static_cast<const uint16_t*>(p.b) + tile.column * p.b_col;
+  for (int i = thread_index(); i < (ALONG_K ? TILE_N : LINES / WIDTH) * WIDTH; i += CONSUMING_WARPS * 32) {
+    const int row = i / WIDTH, line = i % WIDTH * ATOM;
+    const bool there = ALONG_K ? tile.column + row < p.n && line < p.k : row < p.k && tile.column + line < p.n;
+    if (there) prefetch_l2(first + row * stride + line);
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
@@ -299,18 +352,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (warp >= CONSUMING_WARPS) {
     if constexpr (SHIFTS_REGISTERS) give_up_registers<PRODUCER_REGISTERS>();
     if (warp > CONSUMING_WARPS) return;
-    if (threadIdx.x % 32 == 0) {
+    if (elected()) {
       prefetch_tensor_map(map_b);
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS / TURNS);
-    start_producing<(CONSUMING_WARPS + 1) * 32>();
-    if (threadIdx.x % 32 == 0) {
-      produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
-    }
+    start_producing<STARTING_THREADS, CTAS>();
+    if (elected()) produce<TileA, TileB, TILE_K, SHARES>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+    __syncwarp();
+    if (CTAS > 1) cluster_arrive();
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-    start_consuming<(CONSUMING_WARPS + 1) * 32>();
+    if (p.batch_rank == 0) prefetch_b(p);
+    start_consuming<STARTING_THREADS, CTAS>();
     consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
   }
+  if (CTAS > 1) cluster_wait();  // the other CTA's consumers may still have to arrive at this one's barriers
 }

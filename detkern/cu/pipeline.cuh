@@ -23,7 +23,8 @@ DETKERN_INLINE void jitter(uint32_t salt) {
   }
 }
 
-template <class TileA, class TileB, int COUNT>
+// CTAS: that share stages, 1 or the 2 of a cluster; a stage is empty when all their consumers have read it.
+template <class TileA, class TileB, int COUNT, int CTAS = 1>
 struct Ring {
   static constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
   static constexpr int BARRIER_BYTES = 16 * COUNT;
@@ -56,19 +57,26 @@ struct Ring {
     if (JITTER != 2) empty_stage(stage);
   }
 
-  // By one warp, before a barrier of the CTA.
+  // By one warp, before a barrier of the CTA. One thread makes them all: threads with a barrier each would take turns.
   DETKERN_INLINE void init(int consuming_warps) const {
-    for (int stage = threadIdx.x % 32; stage < COUNT; stage += 32) {
-      mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), consuming_warps);
+    if (elected()) {
+#pragma unroll
+      for (int stage = 0; stage < COUNT; ++stage) {
+        mbarrier_init(full(stage), 1);
+        mbarrier_init(empty(stage), consuming_warps * CTAS);
+      }
+      fence_barrier_init();
     }
-    fence_barrier_init();
     __syncwarp();
   }
 
  private:
   DETKERN_INLINE void empty_stage(uint32_t stage) const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
+    if constexpr (CTAS == 1) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
+    } else {
+      if (threadIdx.x % 32 < CTAS) mbarrier_arrive_at(empty(stage), threadIdx.x % 32);
+    }
   }
 };
 
@@ -95,22 +103,31 @@ struct RingPosition {
   }
 };
 
-// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. m, n and the number of
-// tiles are below 2^31 where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for
-// them.
-template <int ROWS, int COLUMNS, int BAND_ROWS>
+// What the two CTAs of a cluster have in common: nothing (one CTA), the rows of A (their tiles lie beside one another) or
+// the columns of B (below one another).
+enum Shared : int { SHARED_NONE = 0, SHARED_A = 1, SHARED_B = 2 };
+
+// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. The CTAs of a cluster walk
+// over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31 where
+// operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
+template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND = SHARED_NONE>
 class TileWalk {
+  static constexpr int CTAS = SHARED_OPERAND == SHARED_NONE ? 1 : 2;
+  static constexpr int ROWS = SHARED_OPERAND == SHARED_B ? 2 * TILE_ROWS : TILE_ROWS;
+  static constexpr int COLUMNS = SHARED_OPERAND == SHARED_A ? 2 * TILE_COLUMNS : TILE_COLUMNS;
+  static constexpr int BAND_ROWS = SHARED_OPERAND == SHARED_B ? TILE_BAND / 2 : TILE_BAND;
+
  public:
   // Takes the CTA's tiles number `turn`, turn + turns, turn + 2 * turns and so on.
   DETKERN_INLINE explicit TileWalk(const GemmParams& p, uint32_t turn = 0, uint32_t turns = 1)
-      : p_(p), turns_(turns), tile_(blockIdx.x + gridDim.x * turn) {}
+      : p_(p), turns_(turns), tile_(blockIdx.x / CTAS + gridDim.x / CTAS * turn) {}
 
   // Sizes are computed where they are needed, since they would take registers throughout the main loop otherwise.
-  DETKERN_INLINE bool more() const {
-    return tile_ < rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
-  }
+  DETKERN_INLINE bool more() const { return tile_ < count(); }
 
-  DETKERN_INLINE void step() { tile_ += gridDim.x * turns_; }
+  DETKERN_INLINE bool more_after() const { return tile_ + gridDim.x / CTAS * turns_ < count(); }
+
+  DETKERN_INLINE void step() { tile_ += gridDim.x / CTAS * turns_; }
 
   DETKERN_INLINE OutputTile output() const {
     const uint32_t in_one = rows() * columns();
@@ -121,54 +138,88 @@ class TileWalk {
     const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows() - band * BAND_ROWS);
     const uint32_t column = height == 1 ? in_band : in_band / height;
     const uint32_t row = band * BAND_ROWS + (in_band - column * height);
-    return {batch, static_cast<int64_t>(row) * ROWS, static_cast<int64_t>(column) * COLUMNS};
+    OutputTile tile = {batch, static_cast<int64_t>(row) * ROWS, static_cast<int64_t>(column) * COLUMNS};
+    if (SHARED_OPERAND == SHARED_A) tile.column += blockIdx.x % CTAS * TILE_COLUMNS;
+    if (SHARED_OPERAND == SHARED_B) tile.row += blockIdx.x % CTAS * TILE_ROWS;
+    return tile;
   }
 
- private:
+  // Of the output: tiles, or pairs of them.
   DETKERN_INLINE uint32_t rows() const { return (static_cast<uint32_t>(p_.m) + ROWS - 1) / ROWS; }
 
   DETKERN_INLINE uint32_t columns() const { return (static_cast<uint32_t>(p_.n) + COLUMNS - 1) / COLUMNS; }
+
+ private:
+  DETKERN_INLINE uint32_t count() const {
+    return rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
+  }
 
   const GemmParams& p_;
   uint32_t turns_, tile_;
 };
 
-// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these.
-template <int THREAD_COUNT>
+// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. CTAS: of a
+// cluster, where nobody arrives at another CTA's barriers before it has made them; most of that is waited for while the
+// earlier grid still runs.
+template <int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start_producing() {
   named_barrier_arrive<THREAD_COUNT>(2);
   let_next_grid_start();
+  if constexpr (CTAS > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
 }
 
-template <int THREAD_COUNT>
+template <int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start_consuming() {
   named_barrier<THREAD_COUNT>(2);
   let_next_grid_start();
+  if constexpr (CTAS > 1) cluster_arrive();
   wait_for_earlier_grid();
+  if constexpr (CTAS > 1) cluster_wait();
 }
 
 // Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread.
-template <class TileA, class TileB, int BLOCK_K, class RingType, class Position, class Walk>
+template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NONE, class RingType, class Position,
+          class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
-  // Of fewer rows than a tile's, the box of A has no more than there are: filling those outside takes time, too.
-  const int rows_bytes = 2 * BLOCK_K;
-  const int bytes =
-      TileB::BYTES +
-      (TileA::MN_ROWS ? TileA::BYTES : static_cast<int>(min(p.m, int64_t(TileA::BYTES / rows_bytes))) * rows_bytes);
+  // Lines of whole boxes have maps that give all of a tile's boxes at once. Not of fewer rows of A than a tile's: filling
+  // those outside takes time, too, and its boxes have no more rows than there are.
+  const bool whole_a = TileA::MN_ROWS ? p.m % ATOM == 0 : p.k % ATOM == 0 && p.m >= TileA::BOX_ROWS;
+  const bool whole_b = (TileB::MN_ROWS ? p.n : p.k) % ATOM == 0;
+  const int rows_a = TileA::MN_ROWS ? TileA::BOX_ROWS : static_cast<int>(min(p.m, int64_t(TileA::BOX_ROWS)));
+  const int bytes = TileA::BYTES / TileA::BOX_ROWS * rows_a + TileB::BYTES;
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
+  const uint32_t rank = SHARED_OPERAND == SHARED_NONE ? 0 : cluster_rank();
+  const bool once_b = walk.rows() == 1 && (batch_b || p.batch_rank == 0);
+  OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with
+  forget(tile.row);
+  forget(tile.column);
   wait_for_earlier_grid();
-  for (; walk.more(); walk.step()) {
-    const OutputTile tile = walk.output();
+  while (true) {
 #pragma unroll 1
     for (uint32_t block = 0; block < blocks; ++block) {
       mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
       jitter(block);
       const uint32_t full = ring.full(position.stage);
       mbarrier_arrive_expecting(full, bytes);
-      TileB::copy(ring.b(position.stage), map_b, tile.column, block * BLOCK_K, batch_b ? tile.batch : 0, full);
-      TileA::copy(ring.a(position.stage), map_a, tile.row, block * BLOCK_K, batch_a ? tile.batch : 0, full);
+      const int batch_of_a = batch_a ? tile.batch : 0, batch_of_b = batch_b ? tile.batch : 0, k = block * BLOCK_K;
+      if constexpr (SHARED_OPERAND == SHARED_B) {
+        TileB::copy_to_both(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b, rank);
+      } else {
+        TileB::copy(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b, once_b);
+      }
+      if constexpr (SHARED_OPERAND == SHARED_A) {
+        TileA::copy_to_both(ring.a(position.stage), map_a, tile.row, k, batch_of_a, full, whole_a, rank);
+      } else {
+        TileA::copy(ring.a(position.stage), map_a, tile.row, k, batch_of_a, full, whole_a, false);
+      }
       position.step();
     }
+    walk.step();
+    if (!walk.more()) break;
+    tile = walk.output();
   }
 }

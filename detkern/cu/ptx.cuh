@@ -78,6 +78,9 @@ DETKERN_INLINE float load_global_if(bool wanted, const float* source) {
   return value;
 }
 
+// Asks the L2 cache for the 128 bytes around an address (9.7.9.15).
+DETKERN_INLINE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // ---- asynchronous copies (9.7.9.25.3) -----------------------------------------------------------------------------
 
 // Copies `bytes` (0 to 16) of a 16-byte aligned chunk and fills the rest of the 16 with zeros; nothing is read for 0.
@@ -121,15 +124,17 @@ template <int DTYPE>
 DETKERN_INLINE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "mma.sync m16n8k16 is used for f16 and bf16");
   if constexpr (DTYPE == BF16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
 
@@ -236,6 +241,14 @@ DETKERN_INLINE void named_barrier_arrive(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREAD_COUNT) : "memory");
 }
 
+// True in one thread of a warp, all of whose threads are here (9.7.13.6). The compiler knows that it is one: in a branch of
+// `threadIdx.x % 32 == 0` it puts a loop over the threads around each TMA copy.
+DETKERN_INLINE bool elected() {
+  uint32_t one;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(one));
+  return one != 0;
+}
+
 // What this thread wrote to shared memory by ordinary or cp.async stores is seen by wgmma and TMA (9.7.13.4).
 DETKERN_INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -267,11 +280,10 @@ DETKERN_INLINE void fence_barrier_init() {
 // Whether the phase of this parity has ended.
 DETKERN_INLINE bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
-  asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-      : "=r"(ended)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+               : "=r"(ended)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return ended != 0;
 }
 
@@ -279,18 +291,38 @@ DETKERN_INLINE bool mbarrier_test(uint32_t barrier, uint32_t parity) {
 DETKERN_INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   do {
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-        : "=r"(ended)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+                 : "=r"(ended)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
   } while (!ended);
+}
+
+// ---- clusters (sm_90 and newer) -----------------------------------------------------------------------------------
+
+DETKERN_INLINE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3).
+DETKERN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DETKERN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Arrives at the barrier that CTA `rank` of the cluster has at this address (9.7.13.15.13), a release within the CTA alone:
+// of the cluster it would be a fence of the GPU.
+DETKERN_INLINE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::
+          "r"(barrier),
+      "r"(rank)
+      : "memory");
 }
 
 // ---- tensor copies (sm_90 and newer, 9.7.9.25.5) --------------------------------------------------------------------
 
-// A tensor map, as cuTensorMapEncodeTiled makes it; a kernel's __grid_constant__ parameter. Three dimensions: along
-// rows, across rows, batch.
+// A tensor map, as cuTensorMapEncodeTiled makes it; a kernel's __grid_constant__ parameter.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
@@ -299,20 +331,43 @@ DETKERN_INLINE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts the copy of the map's box at (x, y, z) to shared memory; `barrier` counts its bytes.
-DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, uint32_t barrier) {
+// Starts the copy of the box at (x, y, z, w) of a map of four dimensions to shared memory; `barrier` counts its bytes.
+DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
+                                    uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 
-// Starts the copy of a box in shared memory to the map's tensor at (x, y, z); what is outside the tensor is dropped.
-// The thread's copies of this kind go in groups.
-DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, uint32_t source) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-               "r"(source), "r"(x), "r"(y), "r"(z)
+// The same of what nobody reads again: the L2 cache need not keep it (createpolicy, 9.7.9.17). Only for that is the cache told
+// anything: with a policy of evict_normal lines that many CTAs read came at half the rate.
+DETKERN_INLINE void copy_tensor_box_once(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
+                                         uint32_t barrier) {
+  asm volatile(
+      "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;}" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// The first into both CTAs of a cluster of two, at one offset in the memory of each, with the barrier of each.
+DETKERN_INLINE void copy_tensor_box_to_both(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+// Starts the copy of a box in shared memory to (x, y, z, w) of a map; what is outside the tensor is dropped. The thread's
+// copies of this kind go in groups.
+DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, int w, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
 

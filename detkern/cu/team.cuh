@@ -11,18 +11,6 @@ DETKERN_INLINE float larger(float x, float y) {
   return result;
 }
 
-// ---- clusters (sm_90 and newer) -----------------------------------------------------------------------------------
-
-DETKERN_INLINE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3).
-DETKERN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-DETKERN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 // Writes to the same address of another CTA's shared memory (9.7.9.23, 9.7.9.12).
 DETKERN_INLINE void store_remote(uint32_t address, uint32_t rank, uint32_t value) {
   uint32_t remote;

@@ -236,13 +236,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (group == CONSUMERS) {
     give_up_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x / 32 > CONSUMING_WARPS) return;
-    if (threadIdx.x % 32 == 0) {
+    if (elected()) {
       prefetch_tensor_map(map_b);
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS);
     start_producing<(CONSUMING_WARPS + 1) * 32>();
-    if (threadIdx.x % 32 == 0) {
+    if (elected()) {
       produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
     }
   } else {

@@ -21,6 +21,7 @@ struct TmaTile {
   static constexpr int TRANSPOSED = MN_ROWS ? 1 : 0;
   static constexpr int BOXES = MN_ROWS ? ROWS / ATOM : EXTENT_K / ATOM;
   static constexpr int BOX_BYTES = BYTES / BOXES;
+  static constexpr int BOX_ROWS = BOX_BYTES / ATOM_ROW_BYTES;
   static_assert(LOAD == K_MAJOR || LOAD == MN_MAJOR, "TMA copies contiguous rows");
   static_assert(EXTENT_K % ATOM == 0 && ROWS % (MN_ROWS ? ATOM : 8) == 0, "a tile must be whole atoms");
   static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
@@ -37,8 +38,8 @@ struct TmaTile {
   }
 
   // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of 16
-  // bytes, so an offset in the tile can be added (divided by 16).
-  static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | address >> 4; }
+  // bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the cluster.
+  static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | (address & 0x3ffff) >> 4; }
 
   // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these
   // come between one wgmma and the next.
@@ -47,12 +48,45 @@ struct TmaTile {
   }
 
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts their BYTES. Zeros stand for what is
-  // outside the operand.
-  static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier) {
+  // outside the operand. whole: the map's boxes are all of the tile's (tensor_map.py), else they are copied one by one.
+  // once: nobody reads it again.
+  static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier,
+                                  bool whole, bool once) {
+    const int x = MN_ROWS ? row : k, y = MN_ROWS ? k : row;
+    if (whole) {
+      if (once) {
+        copy_tensor_box_once(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
+      } else {
+        copy_tensor_box(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
+      }
+      return;
+    }
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
-      copy_tensor_box(tile + box * BOX_BYTES, map, MN_ROWS ? row + box * ATOM : k + box * ATOM, MN_ROWS ? k : row,
-                      batch, barrier);
+      if (once) {
+        copy_tensor_box_once(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
+      } else {
+        copy_tensor_box(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
+      }
+    }
+  }
+
+  // The same for a tile that both CTAs of a cluster need: each copies half of the boxes into both, or of one box half of
+  // the rows. The map's boxes are so large.
+  static DETKERN_INLINE void copy_to_both(uint32_t tile, const TensorMap& map, int row, int k, int batch,
+                                          uint32_t barrier, bool whole, uint32_t rank) {
+    static_assert(BOXES == 1 || BOXES % 2 == 0, "halves");
+    constexpr int HALF_BOXES = BOXES == 1 ? 1 : BOXES / 2, HALF_ROWS = BOXES == 1 ? BOX_ROWS / 2 : 0;
+    const int first = BOXES == 1 ? 0 : rank * HALF_BOXES;
+    const int x = (MN_ROWS ? row : k) + first * ATOM, y = (MN_ROWS ? k : row) + rank * HALF_ROWS;
+    tile += first * BOX_BYTES + rank * HALF_ROWS * ATOM_ROW_BYTES;
+    if (whole) {
+      copy_tensor_box_to_both(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
+      return;
+    }
+#pragma unroll
+    for (int box = 0; box < HALF_BOXES; ++box) {
+      copy_tensor_box_to_both(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
     }
   }
 };
