@@ -67,7 +67,8 @@ class Chain:
         self.other = made(D, D**-0.5)
         self.late = cupy.RawKernel(_LATE, "copy_late")
         self.x, self.t, self.u = (cupy.empty((m, D), np.uint16) for _ in range(3))
-        self.w, self.bias = cupy.empty((D, D), np.uint16), cupy.empty(D, np.uint16)
+        self.w, self.v = (cupy.empty((D, D), np.uint16) for _ in range(2))
+        self.bias = cupy.empty(D, np.uint16)
         self.sum = cupy.empty((m, D), np.float32)
         self.results = [[cupy.empty_like(array) for array in (self.t, self.u, self.x, self.sum)] for _ in range(ROUNDS)]
         self._scratch: dict[int, TensorView] = {}
@@ -127,6 +128,10 @@ class Chain:
             product(self.u, self.w, self.x)  # to where the last but one still read
             product(self.x, self.other, self.t)
             product(self.u, self.other, self.x)  # to where the last one still reads
+            product(self.other, self.w, self.v)  # a weight, which the next grid asks for ahead
+            product(self.x, self.v, self.t)
+            product(self.w, self.other, self.v)  # another in its place
+            product(self.u, self.v, self.x)
             copied(self.biases[turn], self.bias, by_kernel=True)
             product(self.t, self.w, self.u, bias=self.bias)
             product(self.x, self.w, self.u, bias=self.bias)  # over what is still being written
@@ -143,7 +148,16 @@ class Chain:
                 for results in self.results for result in results]  # fmt: skip
 
     def spoil(self) -> None:
-        for array in (self.x, self.t, self.u, self.w, self.bias, self.sum, *(r for rs in self.results for r in rs)):
+        for array in (
+            self.x,
+            self.t,
+            self.u,
+            self.w,
+            self.v,
+            self.bias,
+            self.sum,
+            *(r for rs in self.results for r in rs),
+        ):
             array.fill(0x7F)
 
     def turn(self) -> None:

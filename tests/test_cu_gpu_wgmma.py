@@ -62,7 +62,7 @@ EPILOGUES = (
     Epilogue(None, F32, mode="columns"),
 )
 # (m, n, k): few rows for the tiles that hold few, single rows and columns, ends of k in every place of a block of 64, 128
-# and 256, more blocks than the deepest ring, several tiles each way.
+# and 256, more blocks than the deepest ring, several tiles each way, lines of whole boxes (which one copy takes).
 SIZES = (
     (1, 264, 7),
     (1, 1000, 2600),
@@ -77,6 +77,7 @@ SIZES = (
     (300, 264, 1000),
     (129, 1, 130),
     (257, 8, 4100),
+    (320, 384, 1088),
 )
 
 
@@ -203,7 +204,9 @@ def _layouts(loads: tuple[Load, Load]) -> list[tuple[str, tuple[int, ...], tuple
 def test_batches_by_every_tile(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> None:
     import cupy
 
-    for (batch, m, n, k), out_dtype in itertools.product(((5, 16, 72, 136), (3, 136, 264, 328)), (dtype, F32)):
+    for (batch, m, n, k), out_dtype in itertools.product(
+        ((5, 16, 72, 136), (3, 136, 264, 328), (3, 320, 256, 384)), (dtype, F32)
+    ):
         a = operands.generate("normal", dtype, (batch, m, k), 95)
         b = operands.generate("normal", dtype, (batch, k, n), 96)
         start = np.stack([_start(m, n) for _ in range(batch)]) if out_dtype == F32 else None
