@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from detkern.contracts import MMA16, TREE_MMA16
-from detkern.cu import geometry
 from detkern.cu.geometry import SHARED_A, SHARED_B, Launch, Load, Tile, launch_for, load_paths, takes, tiles_for
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, F16, F32, DType
@@ -21,11 +20,6 @@ from detkern.tensors import Device, TensorView
 ATOM = 64  # elements of a row of a box
 UNTOUCHED, ZERO = -7, -1  # instead of the address of an element
 Copy = tuple[int, tuple[int, int, int, int]]  # where in the tile, in bytes; coordinates of the box
-
-
-@pytest.fixture(autouse=True)
-def _cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "available", lambda: True)
 
 
 @dataclass(frozen=True)
@@ -152,36 +146,10 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
             assert (in_b == wanted).all(), f"b of {tile} {loads} {problem}"
 
 
-SIZES = (
-    1,
-    2,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    24,
-    31,
-    32,
-    33,
-    40,
-    63,
-    64,
-    65,
-    72,
-    96,
-    100,
-    128,
-    129,
-    192,
-    255,
-    256,
-    300,
-    320,
-    512,
-    1000,
-)
+SIZES = [
+    1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 72,
+    96, 100, 128, 129, 192, 255, 256, 300, 320, 512, 1000,
+]  # fmt: skip
 LARGE = (2**31 - 1, 2**31 - 64, 2**24 + 8)
 
 

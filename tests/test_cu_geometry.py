@@ -9,6 +9,8 @@ import pytest
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
 from detkern.cu.geometry import (
+    SHARED_A,
+    SHARED_B,
     Load,
     Tile,
     candidates,
@@ -236,7 +238,8 @@ def test_ctas_of_tma_kernels_are_those_that_run_at_once() -> None:
             for m, n in ((1, 1), (1, 3000), (8000, 8000), (tile["TILE_M"], 3 * tile["TILE_N"])):
                 problem = _laid_out(contract, m, n, 200, loads)
                 shares = tile.get("SHARES", 0)
-                rows, columns = tile["TILE_M"] * (1 + (shares == 2)), tile["TILE_N"] * (1 + (shares == 1))
+                rows = tile["TILE_M"] * (2 if shares == SHARED_B else 1)
+                columns = tile["TILE_N"] * (2 if shares == SHARED_A else 1)
                 clusters = -(-m // rows) * -(-n // columns)
                 ctas = 2 if shares else 1
                 for multiprocessors in (132, 113):
@@ -364,7 +367,7 @@ def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.Mon
     problem = _laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR))
     loads = load_paths(problem)
     predicted = min(candidates(problem, HOPPER, loads), key=lambda tile: predicted_us(problem, tile, 132))
-    others = [tile for tile in candidates(problem, HOPPER, load_paths(problem)) if tile != predicted]
+    others = [tile for tile in candidates(problem, HOPPER, loads) if tile != predicted]
     asked = []
     known: list[str] = []
 
