@@ -21,7 +21,7 @@ from .forced import forced_call, tiles_of
 from .operands import Operands
 from .shapes import Product
 
-TURNS, WARM, TURN_US = 3, 1, 700.0
+TURNS, WARM, TURN_US = 5, 1, 700.0
 FILE = Path(__file__).resolve().parent.parent / "detkern" / "cu" / "tiles" / "tuned.json"
 
 Key = tuple[str, str, int, int]

@@ -47,7 +47,7 @@ class _Configuration:
 class _Attribute:
     def __init__(self) -> None:
         self.id = None
-        self.value = types.SimpleNamespace()
+        self.value = types.SimpleNamespace(clusterDim=types.SimpleNamespace())
 
 
 @dataclass(frozen=True)

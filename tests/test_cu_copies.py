@@ -103,7 +103,7 @@ def _turned(matrix: Matrix) -> Matrix:
 
 def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[int, int, int]]]:
     """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together."""
-    shares = tile.get("SHARES", 0)
+    shares = tile.shares
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
     for _ in range(3):
@@ -117,7 +117,7 @@ def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[lis
 
 def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: Launch, rng: random.Random) -> None:
     assert launch.maps is not None
-    shares = tile.get("SHARES", 0)
+    shares = tile.shares
     a = TmaTile(loads[0] == Load.MN_MAJOR, tile["TILE_M"], tile["TILE_K"])
     b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
     # What produce() derives from the sizes alone.

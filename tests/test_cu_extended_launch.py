@@ -92,7 +92,7 @@ def test_an_output_that_the_kernel_writes_itself_has_no_map(bindings: cu_driver.
 
 
 def test_the_switch_sets_the_attribute_and_clears_it(bindings: cu_driver.Bindings) -> None:
-    extended = _extended()
+    extended = _extended(m=_tile()["TILE_M"])
     for wanted in (True, False, True, False):
         config.dependent_launch = wanted
         extended(PARAMS, A, B, OUT, 0x1234)
@@ -102,6 +102,20 @@ def test_the_switch_sets_the_attribute_and_clears_it(bindings: cu_driver.Binding
             (attribute,) = made.attrs
             assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
             assert attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_tiles_below_one_another_are_launched_as_clusters_of_two(bindings: cu_driver.Bindings) -> None:
+    for dependent in (True, False):
+        config.dependent_launch = dependent
+        extended = _extended(m=2 * _tile()["TILE_M"])
+        assert extended.launch.cluster == 2
+        extended(PARAMS, A, B, OUT, 0x1234)
+        made = bindings.launches[-1].configuration
+        assert made.numAttrs == len(made.attrs) == 1 + dependent
+        assert made.attrs[0].id == "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
+        size = made.attrs[0].value.clusterDim
+        assert (size.x, size.y, size.z) == (2, 1, 1)
+        assert made.gridDimX % 2 == 0
 
 
 def test_a_stream_has_one_configuration_and_maps_are_made_once(
@@ -232,7 +246,7 @@ def test_what_the_driver_answers_is_in_the_device_error(bindings: cu_driver.Bind
 def test_the_real_bindings_take_the_configuration() -> None:
     """Without a driver a configuration can still be made, and says what was put in."""
     config.dependent_launch = True
-    extended = _extended()
+    extended = _extended(m=_tile()["TILE_M"])
     made = extended._configure(0x1234, True)
     assert int(made.hStream) == 0x1234
     assert (made.gridDimX, made.blockDimX) == (extended.launch.grid, extended.launch.threads)
@@ -240,3 +254,7 @@ def test_the_real_bindings_take_the_configuration() -> None:
     assert made.attrs[0].id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     assert made.attrs[0].value.programmaticStreamSerializationAllowed == 1
     assert extended._configure(0, False).numAttrs == 0
+    pairs = _extended(m=2 * _tile()["TILE_M"])._configure(0, False)
+    assert [attribute.id.name for attribute in pairs.attrs] == ["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"]
+    size = pairs.attrs[0].value.clusterDim
+    assert (size.x, size.y, size.z) == (2, 1, 1)

@@ -237,27 +237,58 @@ def test_ctas_of_tma_kernels_are_those_that_run_at_once() -> None:
             loads = min(tile.loads)
             for m, n in ((1, 1), (1, 3000), (8000, 8000), (tile["TILE_M"], 3 * tile["TILE_N"])):
                 problem = _laid_out(contract, m, n, 200, loads)
-                shares = tile.get("SHARES", 0)
-                rows = tile["TILE_M"] * (2 if shares == SHARED_B else 1)
-                columns = tile["TILE_N"] * (2 if shares == SHARED_A else 1)
-                clusters = -(-m // rows) * -(-n // columns)
-                ctas = 2 if shares else 1
+                if not takes(problem, tile, loads):
+                    continue
+                rows = tile["TILE_M"] * (2 if tile.shares == SHARED_B else 1)
+                columns = tile["TILE_N"] * (2 if tile.shares == SHARED_A else 1)
+                units = -(-m // rows) * -(-n // columns)  # tiles, or pairs of them
+                ctas = units * (2 if tile.shares else 1)
                 for multiprocessors in (132, 113):
-                    at_once = multiprocessors * tile["CTAS_PER_SM"] // ctas
-                    assert launch_for(problem, tile, multiprocessors).grid == ctas * min(clusters, at_once)
-    shared = next(tile for tile in _by_tma() if tile["SHARES"])
+                    launch = launch_for(problem, tile, multiprocessors)
+                    at_once = multiprocessors * tile["CTAS_PER_SM"] // launch.cluster
+                    assert launch.grid == launch.cluster * min(-(-ctas // launch.cluster), at_once)
+    shared = next(tile for tile in _by_tma() if tile.shares)
     both = (Load.K_MAJOR, Load.K_MAJOR)
     assert launch_for(_laid_out(MMA16, 128, 1, 64, both), shared, 1).grid == 2, "a cluster is whole"
+
+
+def test_tiles_below_one_another_are_launched_in_pairs() -> None:
+    """Of one kernel: what both read of B comes faster. A kernel whose CTAs share an operand has no others."""
+    for contract in (MMA16, TREE_MMA16):
+        for tile in _by_tma(contract):
+            loads = min(tile.loads)
+            for m in (tile["TILE_M"], tile["TILE_M"] + 1, 5 * tile["TILE_M"]):
+                cluster = launch_for(_laid_out(contract, m, 1000, 200, loads), tile, 132).cluster
+                pairs = tile.shares or (contract is MMA16 and m > tile["TILE_M"])
+                assert cluster == (2 if pairs else 1)
+    for tile in tiles_for(MMA16, BF16):
+        if not tile.by_tma:
+            assert launch_for(_laid_out(MMA16, 1000, 1000, 200, (Load.K_MAJOR, Load.K_MAJOR)), tile, 132).cluster == 1
+
+
+def test_a_tile_whose_ctas_share_an_operand_is_not_launched_for_fewer_rows() -> None:
+    shared = next(tile for tile in _by_tma() if tile.shares)
+    problem = _laid_out(MMA16, shared["TILE_M"] - 1, 512, 512, (Load.K_MAJOR, Load.K_MAJOR))
+    with pytest.raises(DeviceError, match=r"shared copies parts of whole tiles of rows"):
+        launch_for(problem, shared, 132)
+
+
+def test_a_single_column_is_no_broken_line() -> None:
+    """Its stride is nothing's distance: the tile of one column is that of eight."""
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    tile = next(tile for tile in _by_tma() if both in tile.loads)
+    one, eight = (predicted_us(_laid_out(MMA16, 64, n, 4096, both), tile, 132) for n in (1, 8))
+    assert one == pytest.approx(eight, rel=0.01)
 
 
 def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
     """Of fewer rows each is copied as a box of its own, which halves cannot be."""
     both = (Load.K_MAJOR, Load.K_MAJOR)
-    assert {tile["SHARES"] for tile in _by_tma()} == {0, 1, 2}
+    assert {tile.shares for tile in _by_tma()} == {0, 1, 2}
     for tile in _by_tma():
         for m in (1, tile["TILE_M"] - 1, tile["TILE_M"], tile["TILE_M"] + 1, 1000):
             problem = _laid_out(MMA16, m, 512, 512, both)
-            expected = both in tile.loads and (not tile["SHARES"] or m >= tile["TILE_M"])
+            expected = both in tile.loads and (not tile.shares or m >= tile["TILE_M"])
             assert takes(problem, tile, both) == expected
             assert (tile in candidates(problem, HOPPER, load_paths(problem))) == expected
 
@@ -300,7 +331,7 @@ def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
                     boxes, rows = (tile["TILE_K"], size) if along else (size, tile["TILE_K"])
                     boxes //= 64
                     few = operand == 0 and along and m < rows
-                    if tile.get("SHARES", 0) == operand + 1:
+                    if tile.shares == operand + 1:
                         boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
                     whole = (k if along else there) % 64 == 0 and not few
                     assert (shape.rows, shape.boxes) == (m if few else rows, boxes if whole else None)
@@ -382,7 +413,7 @@ def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.Mon
     known[:] = [str(others[3]), str(predicted), "1x2x3x4"]
     assert choose(problem, HOPPER, 132).tile == predicted, "of several, the one that is predicted to be fastest"
     # Tiles that there are none of, or that cannot compute the problem.
-    many = next(str(tile) for tile in _by_tma() if tile["SHARES"] and tile["TILE_M"] > 40)
+    many = next(str(tile) for tile in _by_tma() if tile.shares and tile["TILE_M"] > 40)
     for found in (["1x2x3x4"], [many], []):
         known[:] = found
         assert choose(problem, HOPPER, 132).tile == predicted

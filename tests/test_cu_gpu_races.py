@@ -53,7 +53,7 @@ class Case:
 def _kind(tile: geometry.Tile) -> str:
     if tile["TILE_M"] < 64:
         return "few rows"
-    shares = ("plain", "a shared", "b shared")[tile.get("SHARES", 0)]
+    shares = ("plain", "a shared", "b shared")[tile.shares]
     return f"{shares} in turn" if tile.get("IN_TURN", 0) else shares
 
 

@@ -150,10 +150,11 @@ class CudaBackend:
         facts = describe(problem.device.index)
         launch = choose(problem, facts.capability, facts.multiprocessors)
         loads = f"a {launch.load_a.label}, b {launch.load_b.label}"
+        grid = f"grid {launch.grid}" + (f" in clusters of {launch.cluster}" if launch.cluster > 1 else "")
         return Kernel(
             name=f"{problem.contract} ({launch.build.source})",
             tile=f"{launch.tile}, {launch.tile['STAGES']} stages, {loads}",
-            geometry=f"grid {launch.grid}, {launch.threads} threads, {launch.build.shared_bytes} bytes shared",
+            geometry=f"{grid}, {launch.threads} threads, {launch.build.shared_bytes} bytes shared",
             scratch_bytes=launch.scratch_bytes,
         )
 

@@ -73,9 +73,17 @@ class ExtendedLaunch:
         result.blockDimX, result.blockDimY, result.blockDimZ = self.launch.threads, 1, 1
         result.sharedMemBytes = self.launch.build.shared_bytes
         result.hStream = stream
+        attributes = []
+        if self.launch.cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = attribute.value.clusterDim
+            dimension.x, dimension.y, dimension.z = self.launch.cluster, 1, 1
+            attributes.append(attribute)
         if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            result.attrs, result.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        result.attrs, result.numAttrs = attributes, len(attributes)
         return result

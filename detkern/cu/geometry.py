@@ -120,6 +120,11 @@ class Tile:
         return 32 * self["WARPS_M"] * self["WARPS_N"]
 
     @property
+    def shares(self) -> int:
+        """The operand that the two CTAs of a cluster share: 0, SHARED_A or SHARED_B."""
+        return self._values.get("SHARES", 0)
+
+    @property
     def by_tma(self) -> bool:
         """Whether its kernel takes the operands as tensor maps."""
         return self.table in _BY_TMA
@@ -134,7 +139,7 @@ class Tile:
         if not self.by_tma:
             return size
         words = [f"{size}x{self['STAGES']}"]
-        words += [["a shared"], ["b shared"]][self.get("SHARES", 0) - 1] if self.get("SHARES", 0) else []
+        words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
         return " ".join(words)
@@ -151,7 +156,8 @@ class Maps:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads. maps: where the kernel takes them."""
+    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps: where the
+    kernel takes them."""
 
     tile: Tile
     build: KernelBuild
@@ -160,6 +166,7 @@ class Launch:
     grid: int
     threads: int
     scratch_bytes: int
+    cluster: int = 1
     maps: Maps | None = None
 
 
@@ -288,12 +295,18 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
     """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too."""
     rows, columns = tile["TILE_M"], tile["TILE_N"]
-    shares = tile.get("SHARES", 0)
-    count = -(-problem.m // (2 * rows)) * 2 if shares == SHARED_B else -(-problem.m // rows)
-    count *= -(-problem.n // (2 * columns)) * 2 if shares == SHARED_A else -(-problem.n // columns)
+    count = -(-problem.m // (2 * rows)) * 2 if tile.shares == SHARED_B else -(-problem.m // rows)
+    count *= -(-problem.n // (2 * columns)) * 2 if tile.shares == SHARED_A else -(-problem.n // columns)
     for size in problem.batch:
         count *= size
     return count
+
+
+def _cluster(problem: GemmProblem, tile: Tile) -> int:
+    """The CTAs of a cluster. Two run on a pair of multiprocessors; of tiles below one another, which are launched one behind
+    the other, what they read of B comes faster there, whether the kernel knows of it or not."""
+    pairs = tile.table == "mma_wgmma" and problem.m > tile["TILE_M"]
+    return 2 if tile.shares or pairs else 1
 
 
 def launch_for(
@@ -301,13 +314,17 @@ def launch_for(
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
+    if tile.shares and problem.m < tile["TILE_M"]:
+        raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
     grid = max(1, min(_tile_count(problem, tile), _GRID_LIMIT))
     if tile.by_tma or _scratch_bytes(tile, problem.k, 1):
         # No more CTAs than run at once, each of which walks over several tiles: scratch is a slot a CTA, and the loads of
         # the next tile begin before the last one is written.
         grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
-        if tile.get("SHARES", 0):
-            grid = max(2, grid - grid % 2)
+    cluster = _cluster(problem, tile)
+    if cluster > 1:
+        at_once = multiprocessors * tile["CTAS_PER_SM"] // cluster
+        grid = min(-(-grid // cluster), max(1, at_once)) * cluster
     return Launch(
         tile=tile,
         build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
@@ -316,6 +333,7 @@ def launch_for(
         grid=grid,
         threads=tile.threads,
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
+        cluster=cluster,
         maps=_maps(problem, tile, load_a, load_b) if tile.by_tma else None,
     )
 
@@ -326,7 +344,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
         return False
     if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
         return False
-    if tile.get("SHARES", 0) and problem.m < tile["TILE_M"]:
+    if tile.shares and problem.m < tile["TILE_M"]:
         return False
     return not tile.by_tma or (
         available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
@@ -344,8 +362,8 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
     out = output_map_shape(problem)
     return Maps(
-        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, problem.m, tile.get("SHARES", 0) == SHARED_A),
-        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.get("SHARES", 0) == SHARED_B),
+        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, problem.m, tile.shares == SHARED_A),
+        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
         out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
     )
 
@@ -364,10 +382,8 @@ def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present
 
 def _whole_lines(problem: GemmProblem) -> bool:
     """Whether the lines of both operands start at multiples of 128 bytes from one another."""
-    matrices = (problem.a, problem.b)
-    return not any(
-        max(abs(matrix.row_stride), abs(matrix.col_stride)) * matrix.dtype.itemsize % 128 for matrix in matrices
-    )
+    between = ((max(abs(one.row_stride), abs(one.col_stride)), one.dtype.itemsize) for one in (problem.a, problem.b))
+    return not any(stride > 1 and stride * itemsize % 128 for stride, itemsize in between)  # 1: there is one line
 
 
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
@@ -382,7 +398,7 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
         time += tile.alone_us + more
     time *= problem.k / 4096
     if tile.by_tma and not _whole_lines(problem):
-        time *= _BROKEN_LINES_SHARED if tile.get("SHARES", 0) else _BROKEN_LINES
+        time *= _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
     batch = math.prod(problem.batch)
     elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
     from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US

@@ -8,8 +8,9 @@
 // which may be changing, goes to outputs that are not written.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
 // registers from it; any grid.x of whole clusters, best the CTAs that run at once.
-// Clusters. SHARES: the two CTAs of a cluster have tiles beside one another and copy half of A's rows each, for both
-// (SHARED_A), or below one another and share B's (SHARED_B); fewer bytes leave the L2.
+// Clusters. Of one CTA or two, as the launch says: two run on a pair of multiprocessors, where what both read comes
+// faster. SHARES: always two, whose tiles lie beside one another and each of which copies half of A's part of a stage for
+// both (SHARED_A), or below one another, and B's (SHARED_B); fewer bytes leave the L2.
 // Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
 // (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A is
@@ -308,9 +309,6 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     multiply_tile(acc, ring, position, row, blocks, group);
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
-    // All that the other CTA copies here has come, and this warp arrives there no more. (Of groups that take turns the
-    // compiler would serialise the products around it.)
-    if (CTAS > 1 && !IN_TURN && !walk.more_after()) cluster_arrive();
     if (IN_TURN) position.advance(blocks);
 
 #pragma unroll
@@ -320,7 +318,6 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
       finish(p, map_out, tile, slabs, acc[block]);
     }
   }
-  if (CTAS > 1 && IN_TURN) cluster_arrive();
   if (BOXED && elected()) store_tensor_wait_read();
 }
 
@@ -341,7 +338,7 @@ DETKERN_INLINE void prefetch_b(const GemmParams& p) {
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
@@ -359,13 +356,10 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREAD
     ring.init(CONSUMING_WARPS / TURNS);
     start_producing<STARTING_THREADS, CTAS>();
     if (elected()) produce<TileA, TileB, TILE_K, SHARES>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
-    __syncwarp();
-    if (CTAS > 1) cluster_arrive();
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     if (p.batch_rank == 0) prefetch_b(p);
     start_consuming<STARTING_THREADS, CTAS>();
     consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
   }
-  if (CTAS > 1) cluster_wait();  // the other CTA's consumers may still have to arrive at this one's barriers
 }

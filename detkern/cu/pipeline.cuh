@@ -57,6 +57,17 @@ struct Ring {
     if (JITTER != 2) empty_stage(stage);
   }
 
+  // Waits, as the producer, until all stages are empty again: the other CTA's consumers arrive at this one's barriers no
+  // more then, and it may end.
+  template <class Position>
+  DETKERN_INLINE void drain(Position position) const {
+#pragma unroll 1
+    for (int stage = 0; stage < COUNT; ++stage) {
+      mbarrier_wait(empty(position.stage), position.parity ^ 1);
+      position.step();
+    }
+  }
+
   // By one warp, before a barrier of the CTA. One thread makes them all: threads with a barrier each would take turns.
   DETKERN_INLINE void init(int consuming_warps) const {
     if (elected()) {
@@ -125,8 +136,6 @@ class TileWalk {
   // Sizes are computed where they are needed, since they would take registers throughout the main loop otherwise.
   DETKERN_INLINE bool more() const { return tile_ < count(); }
 
-  DETKERN_INLINE bool more_after() const { return tile_ + gridDim.x / CTAS * turns_ < count(); }
-
   DETKERN_INLINE void step() { tile_ += gridDim.x / CTAS * turns_; }
 
   DETKERN_INLINE OutputTile output() const {
@@ -166,7 +175,7 @@ DETKERN_INLINE void start_producing() {
   named_barrier_arrive<THREAD_COUNT>(2);
   let_next_grid_start();
   if constexpr (CTAS > 1) {
-    cluster_arrive();
+    cluster_arrive_relaxed();
     cluster_wait();
   }
 }
@@ -175,7 +184,7 @@ template <int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start_consuming() {
   named_barrier<THREAD_COUNT>(2);
   let_next_grid_start();
-  if constexpr (CTAS > 1) cluster_arrive();
+  if constexpr (CTAS > 1) cluster_arrive_relaxed();
   wait_for_earlier_grid();
   if constexpr (CTAS > 1) cluster_wait();
 }
@@ -198,7 +207,7 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
   forget(tile.row);
   forget(tile.column);
   wait_for_earlier_grid();
-  while (true) {
+  while (walk.more()) {
 #pragma unroll 1
     for (uint32_t block = 0; block < blocks; ++block) {
       mbarrier_wait(ring.empty(position.stage), position.parity ^ 1);
@@ -207,19 +216,19 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       mbarrier_arrive_expecting(full, bytes);
       const int batch_of_a = batch_a ? tile.batch : 0, batch_of_b = batch_b ? tile.batch : 0, k = block * BLOCK_K;
       if constexpr (SHARED_OPERAND == SHARED_B) {
-        TileB::copy_to_both(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b, rank);
+        TileB::template copy<Copy::TO_BOTH>(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b,
+                                            rank);
+      } else if (once_b) {
+        TileB::template copy<Copy::ONCE>(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b);
       } else {
-        TileB::copy(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b, once_b);
+        TileB::template copy<Copy::PLAIN>(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b);
       }
-      if constexpr (SHARED_OPERAND == SHARED_A) {
-        TileA::copy_to_both(ring.a(position.stage), map_a, tile.row, k, batch_of_a, full, whole_a, rank);
-      } else {
-        TileA::copy(ring.a(position.stage), map_a, tile.row, k, batch_of_a, full, whole_a, false);
-      }
+      constexpr Copy COPY_A = SHARED_OPERAND == SHARED_A ? Copy::TO_BOTH : Copy::PLAIN;
+      TileA::template copy<COPY_A>(ring.a(position.stage), map_a, tile.row, k, batch_of_a, full, whole_a, rank);
       position.step();
     }
     walk.step();
-    if (!walk.more()) break;
     tile = walk.output();
   }
+  if (SHARED_OPERAND != SHARED_NONE) ring.drain(position);
 }

@@ -94,9 +94,6 @@ DETKERN_INLINE void copy_async_16(uint32_t shared, const void* global) {
 
 DETKERN_INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for all of this thread's copies.
-DETKERN_INLINE void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Waits until at most PENDING of this thread's latest groups are in flight.
 template <int PENDING>
 DETKERN_INLINE void copy_async_wait() {
@@ -249,7 +246,7 @@ DETKERN_INLINE bool elected() {
   return one != 0;
 }
 
-// What this thread wrote to shared memory by ordinary or cp.async stores is seen by wgmma and TMA (9.7.13.4).
+// What this thread wrote to shared memory is seen by wgmma and TMA (9.7.13.4).
 DETKERN_INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Transaction barriers of 8 bytes in shared memory (9.7.13.15); a phase ends with `arrivals` arrivals.
@@ -259,11 +256,6 @@ DETKERN_INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
 
 DETKERN_INLINE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives once all of this thread's cp.async so far are complete (9.7.13.15.14); one of the barrier's `arrivals`.
-DETKERN_INLINE void copy_async_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives, and has the phase wait for `bytes` more that bulk copies will write (9.7.13.15.13).
@@ -306,8 +298,13 @@ DETKERN_INLINE uint32_t cluster_rank() {
   return rank;
 }
 
-// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3).
+// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3). The arrival is a fence
+// of the whole GPU.
 DETKERN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+// The same without a fence: of what was written before only the barriers are seen that fence_barrier_init has told of.
+DETKERN_INLINE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
 DETKERN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Arrives at the barrier that CTA `rank` of the cluster has at this address (9.7.13.15.13), a release within the CTA alone:
@@ -331,36 +328,35 @@ DETKERN_INLINE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// How a box is copied. ONCE: nobody reads it again, so the L2 cache need not keep it (createpolicy, 9.7.9.17). Only for
+// that is the cache told anything: with a policy of evict_normal lines that many CTAs read came at half the rate.
+// TO_BOTH: into both CTAs of a cluster of two, at one offset in the memory of each, with the barrier of each.
+enum class Copy { PLAIN, ONCE, TO_BOTH };
+
 // Starts the copy of the box at (x, y, z, w) of a map of four dimensions to shared memory; `barrier` counts its bytes.
+template <Copy COPY>
 DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
                                     uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// The same of what nobody reads again: the L2 cache need not keep it (createpolicy, 9.7.9.17). Only for that is the cache told
-// anything: with a policy of evict_normal lines that many CTAs read came at half the rate.
-DETKERN_INLINE void copy_tensor_box_once(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
-                                         uint32_t barrier) {
-  asm volatile(
-      "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;}" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// The first into both CTAs of a cluster of two, at one offset in the memory of each, with the barrier of each.
-DETKERN_INLINE void copy_tensor_box_to_both(uint32_t target, const TensorMap& map, int x, int y, int z, int w,
-                                            uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<uint16_t>(3))
-      : "memory");
+  if constexpr (COPY == Copy::PLAIN) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+  } else if constexpr (COPY == Copy::ONCE) {
+    asm volatile(
+        "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;}" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  }
 }
 
 // Starts the copy of a box in shared memory to (x, y, z, w) of a map; what is outside the tensor is dropped. The thread's
@@ -375,9 +371,6 @@ DETKERN_INLINE void store_tensor_commit() { asm volatile("cp.async.bulk.commit_g
 
 // Waits until this thread's boxes have been read from shared memory.
 DETKERN_INLINE void store_tensor_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// Waits until they are written.
-DETKERN_INLINE void store_tensor_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- grids behind one another (sm_90 and newer, 9.7.13.13) ----------------------------------------------------------
 

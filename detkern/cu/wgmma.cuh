@@ -47,46 +47,27 @@ struct TmaTile {
     return static_cast<uint64_t>(DESCRIPTOR_HIGH) << 32 | (low + offset / 16);
   }
 
-  // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts their BYTES. Zeros stand for what is
-  // outside the operand. whole: the map's boxes are all of the tile's (tensor_map.py), else they are copied one by one.
-  // once: nobody reads it again.
+  // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
+  // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py), else they are copied
+  // one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
+  // map's boxes are so large.
+  template <Copy COPY>
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier,
-                                  bool whole, bool once) {
-    const int x = MN_ROWS ? row : k, y = MN_ROWS ? k : row;
+                                  bool whole, uint32_t rank = 0) {
+    constexpr int PARTS = COPY == Copy::TO_BOTH ? 2 : 1;
+    constexpr int PART_BOXES = BOXES == 1 ? 1 : BOXES / PARTS, PART_ROWS = BOXES == 1 ? BOX_ROWS / PARTS : BOX_ROWS;
+    static_assert((BOXES == 1 || BOXES % PARTS == 0) && PART_ROWS % 8 == 0, "parts of whole atoms");
+    const int part = PARTS == 1 ? 0 : rank;
+    const int first_box = BOXES == 1 ? 0 : part * PART_BOXES, first_row = BOXES == 1 ? part * PART_ROWS : 0;
+    const int x = (MN_ROWS ? row : k) + first_box * ATOM, y = (MN_ROWS ? k : row) + first_row;
+    tile += first_box * BOX_BYTES + first_row * ATOM_ROW_BYTES;
     if (whole) {
-      if (once) {
-        copy_tensor_box_once(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
-      } else {
-        copy_tensor_box(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
-      }
+      copy_tensor_box<COPY>(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
       return;
     }
 #pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      if (once) {
-        copy_tensor_box_once(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
-      } else {
-        copy_tensor_box(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
-      }
-    }
-  }
-
-  // The same for a tile that both CTAs of a cluster need: each copies half of the boxes into both, or of one box half of
-  // the rows. The map's boxes are so large.
-  static DETKERN_INLINE void copy_to_both(uint32_t tile, const TensorMap& map, int row, int k, int batch,
-                                          uint32_t barrier, bool whole, uint32_t rank) {
-    static_assert(BOXES == 1 || BOXES % 2 == 0, "halves");
-    constexpr int HALF_BOXES = BOXES == 1 ? 1 : BOXES / 2, HALF_ROWS = BOXES == 1 ? BOX_ROWS / 2 : 0;
-    const int first = BOXES == 1 ? 0 : rank * HALF_BOXES;
-    const int x = (MN_ROWS ? row : k) + first * ATOM, y = (MN_ROWS ? k : row) + rank * HALF_ROWS;
-    tile += first * BOX_BYTES + rank * HALF_ROWS * ATOM_ROW_BYTES;
-    if (whole) {
-      copy_tensor_box_to_both(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
-      return;
-    }
-#pragma unroll
-    for (int box = 0; box < HALF_BOXES; ++box) {
-      copy_tensor_box_to_both(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
+    for (int box = 0; box < PART_BOXES; ++box) {
+      copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
     }
   }
 };
