@@ -203,7 +203,7 @@ def run(
     tile = tile or geometry.choose(problem, facts.capability, facts.multiprocessors).tile
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors, loads)
     if grid is not None:
-        chosen = replace(chosen, grid=min(grid * (2 if tile.get("SHARES", 0) else 1), chosen.grid))
+        chosen = replace(chosen, grid=min(grid * chosen.cluster, chosen.grid))
     launch.launch(problem, a, b, out, bias, execution, chosen)
     return chosen
 
