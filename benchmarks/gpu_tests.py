@@ -33,6 +33,7 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
+_MESSAGES = 60  # lines of a sanitizer, at most, in the record
 _ERROR = 86  # what compute-sanitizer is told to end with where it found an error
 
 
@@ -143,7 +144,10 @@ def sanitizer_part(tool: str, logs: Path, limit: float) -> dict[str, Any]:
     errors = int(summary[-1]) if summary else None
     counts = _counts(junit)
     counts["failed"] += int((status != 0 or errors != 0) and not counts["failed"])
-    return {"part": tool, **counts, "errors": errors, "seconds": round(seconds, 1)}
+    row = {"part": tool, **counts, "errors": errors, "seconds": round(seconds, 1)}
+    # What may not come again is kept.
+    said = [line for line in text.splitlines() if line.startswith("=========") and "SUMMARY" not in line]
+    return {**row, "messages": said[:_MESSAGES]} if errors else row
 
 
 def golden_part(logs: Path, limit: float, folder: Path | None) -> dict[str, Any]:

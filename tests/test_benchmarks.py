@@ -77,9 +77,11 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
 def test_what_a_sanitizer_says(
     output: str, status: int, failed: int, errors: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    report = "========= Error: Race reported between Write access at main"
+
     def run(command: list[str], log: Path, limit: float) -> tuple[int, float]:
         assert command[1:3] == ["--tool", "racecheck"]
-        log.write_text(output + "\n")
+        log.write_text(f"== a test's\n{report}\n{output}\n")
         (tmp_path / "racecheck.xml").write_text("<testsuites><testsuite><testcase/></testsuite></testsuites>")
         return status, 1.5
 
@@ -87,6 +89,7 @@ def test_what_a_sanitizer_says(
     row = gpu_tests.sanitizer_part("racecheck", tmp_path, 10)
     assert row == {
         "part": "racecheck", "passed": 1, "failed": failed, "skipped": 0, "errors": errors, "seconds": 1.5,
+        **({"messages": [report]} if errors else {}),
     }  # fmt: skip
 
 
