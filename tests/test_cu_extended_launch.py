@@ -20,6 +20,7 @@ from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
 from detkern.cu.geometry import Launch, Load, Tile
 from detkern.dtypes import BF16, E4M3, F32, DType
 from detkern.errors import DeviceError
+from detkern.plan_cache import PlanCache
 from detkern.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
@@ -184,7 +185,7 @@ def runtime(bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch) -> Ru
     fake = Runtime()
     monkeypatch.setattr(launch, "driver", fake)
     monkeypatch.setattr(launch, "runtime", fake)
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "_plans", PlanCache(4096))
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
     monkeypatch.setattr(launch, "load_function", lambda *arguments: Function)

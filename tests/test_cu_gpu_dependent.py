@@ -94,7 +94,9 @@ class Chain:
         added = None if bias is None else bfloat16_view(bias)
         problem = gemm_problem(self.contract, *views, target, added, accumulate)
         launch.launch(problem, *views, target, added, Execution(DEVICE, stream, self._allocate))
-        return launch._plans[problem].launch.build.source
+        plan = launch._plans.get(problem)
+        assert plan is not None
+        return plan.launch.build.source
 
     def fill(self, source: Any, target: Any, cycles: int = 20_000) -> None:
         self.late((264,), (256,), (source, target, np.int64(target.size), np.int64(cycles)))

@@ -15,6 +15,7 @@ from detkern import operands
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import loader
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.plan_cache import PlanCache
 
 pytestmark = pytest.mark.gpu
 
@@ -136,7 +137,7 @@ def test_a_kernel_that_is_not_loaded_is_refused_under_capture(monkeypatch: pytes
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         monkeypatch.setattr(loader, "_functions", {})
-        monkeypatch.setattr(launch, "_plans", {})
+        monkeypatch.setattr(launch, "_plans", PlanCache(4096))
         try:
             with pytest.raises(detkern.DeviceError, match="once before the capture"):
                 detkern.gemm(a, a, out=out)

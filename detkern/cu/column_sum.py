@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DetkernError, DeviceError
+from ..plan_cache import PlanCache
 from ..problem import ColumnSumProblem, column_sum_problem
 from ..tensors import Device, TensorView
 from .device import SEEN, CudaDevice, current, describe
@@ -151,8 +151,7 @@ class _Plan:
     params: bytes
 
 
-_plans: dict[ColumnSumProblem, _Plan] = {}
-_lock = threading.Lock()
+_plans: PlanCache[ColumnSumProblem, _Plan] = PlanCache(_PLANS)
 
 
 def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) -> _Plan:
@@ -165,14 +164,7 @@ def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) 
 
 
 def _plan(problem: ColumnSumProblem, stream: int) -> _Plan:
-    plan = _plans.get(problem)
-    if plan is None:
-        plan = _plan_for(problem, stream, None)
-        with _lock:
-            while len(_plans) >= _PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[problem] = plan
-    return plan
+    return _plans.get(problem) or _plans.keep(problem, _plan_for(problem, stream, None))
 
 
 def launch(

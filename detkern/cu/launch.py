@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..backend import Execution
 from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType, from_numpy
 from ..errors import ArgumentError, DeviceError
+from ..plan_cache import PlanCache
 from ..problem import GemmProblem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import CudaDevice, describe
@@ -72,11 +72,10 @@ class Plan:
     extended: ExtendedLaunch | None
 
 
-_plans: dict[GemmProblem, Plan] = {}
+_plans: PlanCache[GemmProblem, Plan] = PlanCache(_PLANS)
 # Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
 # (PyTorch gives each graph a pool of its own); nothing tells when a graph is gone, so it stays for good.
 _captured: list[Any] = []
-_lock = threading.Lock()
 
 
 def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Launch | None = None) -> Plan:
@@ -106,14 +105,7 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
 
 
 def _plan(problem: GemmProblem, stream: int) -> Plan:
-    plan = _plans.get(problem)
-    if plan is None:
-        plan = plan_for(problem, describe(problem.device.index), stream)
-        with _lock:
-            while len(_plans) >= _PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[problem] = plan
-    return plan
+    return _plans.get(problem) or _plans.keep(problem, plan_for(problem, describe(problem.device.index), stream))
 
 
 def enqueue(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -18,6 +17,7 @@ from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DetkernError, DeviceError
+from ..plan_cache import PlanCache
 from ..problem import Matrix, RowKind, RowProblem, row_problem
 from ..tensors import Device, TensorView
 from .device import SEEN, CudaDevice, current, describe
@@ -247,8 +247,7 @@ class _Plan:
     params: bytes
 
 
-_plans: dict[RowProblem, _Plan] = {}
-_lock = threading.Lock()
+_plans: PlanCache[RowProblem, _Plan] = PlanCache(_PLANS)
 
 
 def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> _Plan:
@@ -261,14 +260,7 @@ def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> _Pl
 
 
 def _plan(problem: RowProblem, stream: int) -> _Plan:
-    plan = _plans.get(problem)
-    if plan is None:
-        plan = _plan_for(problem, stream, None)
-        with _lock:
-            while len(_plans) >= _PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[problem] = plan
-    return plan
+    return _plans.get(problem) or _plans.keep(problem, _plan_for(problem, stream, None))
 
 
 def launch(

@@ -15,6 +15,7 @@ from ..backend import Execution
 from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType, from_numpy
 from ..errors import ArgumentError, BuildError, DeviceError
+from ..plan_cache import PlanCache
 from ..problem import ColumnSumProblem, GemmProblem, column_sum_problem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe
@@ -59,7 +60,7 @@ class Plan:
     key: Any
 
 
-_plans: dict[GemmProblem, Plan] = {}
+_plans: PlanCache[GemmProblem, Plan] = PlanCache(_PLANS)
 
 
 def plan_for(problem: GemmProblem, multiprocessors: int, chosen: Launch | None = None) -> Plan:
@@ -88,14 +89,7 @@ def plan_for(problem: GemmProblem, multiprocessors: int, chosen: Launch | None =
 
 
 def _plan(problem: GemmProblem, multiprocessors: int) -> Plan:
-    plan = _plans.get(problem)
-    if plan is None:
-        plan = plan_for(problem, multiprocessors)
-        with _lock:
-            while len(_plans) >= _PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[problem] = plan
-    return plan
+    return _plans.get(problem) or _plans.keep(problem, plan_for(problem, multiprocessors))
 
 
 def _on(execution: Execution) -> AbstractContextManager[None]:
