@@ -6,6 +6,7 @@ type and may be zero or negative; that of a dimension of size one, which is neve
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -21,6 +22,7 @@ __all__ = [
     "RowKind",
     "RowProblem",
     "Vector",
+    "batch_offsets",
     "block_scaled_problem",
     "column_sum_problem",
     "gemm_problem",
@@ -168,6 +170,18 @@ class RowProblem:
 
     def __hash__(self) -> int:
         return hash((self.kind, self.m, self.n, self.batch, self.a.dtype.code, self.out.dtype.code))
+
+
+def batch_offsets(batch: tuple[int, ...], *matrices: Matrix) -> tuple[tuple[int, ...], ...]:
+    """For each index of the leading batch dimensions, whose sizes `batch` gives, what is added to each matrix's address, in
+    bytes; indices in row-major order. For backends whose kernels count fewer dimensions than a problem has."""
+    return tuple(
+        tuple(
+            matrix.dtype.itemsize * sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False))
+            for matrix in matrices
+        )
+        for index in itertools.product(*map(range, batch))
+    )
 
 
 def _alignment(pointer: int) -> int:

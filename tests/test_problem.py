@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 from detkern.contracts import CONTRACTS
-from detkern.dtypes import F32
-from detkern.problem import ColumnSumProblem, GemmProblem, block_scaled_problem, column_sum_problem, gemm_problem
+from detkern.dtypes import E4M3, F16, F32
+from detkern.problem import (
+    ColumnSumProblem,
+    GemmProblem,
+    Matrix,
+    batch_offsets,
+    block_scaled_problem,
+    column_sum_problem,
+    gemm_problem,
+)
 from detkern.tensors import Device, TensorView, contiguous_strides
 
 FMA = CONTRACTS["fma"]
@@ -170,3 +178,13 @@ def test_dimensions_of_size_one_and_none_at_all_in_a_sum() -> None:
     assert (problem.dc.col_stride, problem.out.stride, problem.accumulate) == (0, 0, True)
     problem = sums(view((3, 0, 4, 5)))
     assert (problem.batch, problem.m) == ((), 0)
+
+
+def test_the_offsets_of_outer_batch_dimensions_are_bytes_in_row_major_order() -> None:
+    a = Matrix(F16, (1000, -100, 7, 1), 4, 1, 16)
+    b = Matrix(E4M3, (0, 10, 7, 1), 4, 1, 16)
+    assert batch_offsets((2, 3), a, b) == (
+        (0, 0), (-200, 10), (-400, 20), (2000, 0), (1800, 10), (1600, 20),
+    )  # fmt: skip
+    assert batch_offsets((), a, b) == ((0, 0),)
+    assert batch_offsets((2, 0), a, b) == ()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
+from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem, batch_offsets
 from . import mirror
 
 __all__ = ["block_scaled_descriptor", "column_sum_descriptor", "gemm_descriptors", "row_descriptor"]
@@ -36,15 +34,7 @@ def gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, 
         d.bias_dtype = problem.bias.dtype.code
         d.bias_stride = problem.bias.stride
     template = bytes(d)
-    return [
-        (template, (_offset(problem.a, index), _offset(problem.b, index), _offset(problem.out, index)))
-        for index in np.ndindex(*outer)
-    ]
-
-
-def _offset(matrix: Matrix, index: tuple[int, ...]) -> int:
-    """Bytes to the element at `index` of the leading batch dimensions."""
-    return sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False)) * matrix.dtype.itemsize
+    return [(template, (a, b, out)) for a, b, out in batch_offsets(outer, problem.a, problem.b, problem.out)]
 
 
 @functools.lru_cache(maxsize=1024)

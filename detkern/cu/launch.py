@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType, from_numpy
 from ..errors import ArgumentError, DeviceError
 from ..plan_cache import PlanCache
-from ..problem import GemmProblem, gemm_problem
+from ..problem import GemmProblem, batch_offsets, gemm_problem
 from ..tensors import Device, TensorView
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch, LaunchFailure
@@ -87,13 +86,7 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
         chosen = choose(problem, device.capability, device.multiprocessors)
     kernel = load_function(device.index, device.capability, chosen.build, stream)
     outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
-    offsets = tuple(
-        tuple(
-            matrix.dtype.itemsize * sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False))
-            for matrix in (problem.a, problem.b, problem.out)
-        )
-        for index in itertools.product(*map(range, problem.batch[:outer]))
-    )
+    offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
     return Plan(
         kernel.ptr,

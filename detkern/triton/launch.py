@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType, from_numpy
 from ..errors import ArgumentError, BuildError, DeviceError
 from ..plan_cache import PlanCache
-from ..problem import ColumnSumProblem, GemmProblem, column_sum_problem, gemm_problem
+from ..problem import ColumnSumProblem, GemmProblem, batch_offsets, column_sum_problem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe
 from .geometry import Launch, choose
@@ -76,13 +75,7 @@ def plan_for(problem: GemmProblem, multiprocessors: int, chosen: Launch | None =
         *sizes[1:],
         *(stride for x in (a, b, out) for stride in missing + x.batch_strides[outer:]),
     )  # fmt: skip
-    offsets = tuple(
-        tuple(
-            x.dtype.itemsize * sum(i * stride for i, stride in zip(index, x.batch_strides, strict=False))
-            for x in (a, b, out)
-        )
-        for index in itertools.product(*map(range, problem.batch[:outer]))
-    )
+    offsets = batch_offsets(problem.batch[:outer], a, b, out)
     constants = chosen.constants(problem) | {"OPERAND": _element(a.dtype)}
     key = (problem.device, chosen.kernel, tuple((name, str(value)) for name, value in constants.items()), chosen.tile)
     return Plan(chosen, arguments, offsets, constants, key)
@@ -206,9 +199,9 @@ def column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execu
     missing = _RANK - len(problem.batch) + outer
     sizes = (1,) * missing + problem.batch[outer:]
     strides = (0,) * missing + problem.dc.batch_strides[outer:]
-    indices = list(itertools.product(*map(range, problem.batch[:outer])))
+    offsets = batch_offsets(problem.batch[:outer], problem.dc)
     with _reported(device, f"the bias gradient of m={problem.m}, n={problem.n}"), _on(execution):
-        carry = execution.allocate(4 * problem.n) if len(indices) > 1 else None
+        carry = execution.allocate(4 * problem.n) if len(offsets) > 1 else None
         if carry is not None and device.kind != "cpu":
             _keep_if_captured(carry)
         carried = (0, 0, F32.code) if carry is None else (carry.pointer, 1, F32.code)
@@ -220,11 +213,10 @@ def column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execu
         }  # fmt: skip
         key = (device, "column_sum", problem.dc.dtype, options["ADJACENT"])
         kernel = _kernel("column_sum", "column_sum")
-        for position, index in enumerate(indices):
-            offset = sum(i * stride for i, stride in zip(index, problem.dc.batch_strides, strict=False))
-            pointer = dc.pointer + offset * problem.dc.dtype.itemsize
+        for position, (offset,) in enumerate(offsets):
+            pointer = dc.pointer + offset
             start = begin if position == 0 else carried
-            end = target if position == len(indices) - 1 else carried
+            end = target if position == len(offsets) - 1 else carried
             programs = -(-problem.n // columns)
             for first in range(0, programs, _GRID):
                 arguments = (
