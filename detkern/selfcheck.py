@@ -3,7 +3,7 @@
 The arithmetic of a tensor core may differ (the generations do, the makers do), and so may what a compiler makes of a kernel;
 so a contract is offered on a device only after this check, which runs once per device, driver and kernel source; its
 outcome is kept on disk. One differing bit refuses the contract there. A backend may leave it out on devices where its
-kernels and the replay were compared at length before release.
+kernels and the replay were compared at length before release. What backends say of a check is worded here too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ __all__ = [
     "check_rows",
     "column_sum_outcome",
     "known_outcome",
+    "known_to_differ",
     "outcome",
+    "refusal",
+    "reports",
     "rows_outcome",
+    "unfinished",
 ]
 
 Array = npt.NDArray[Any]
@@ -84,6 +88,10 @@ class Outcome:
         if not self.differing:
             return f"agrees with the CPU replay on {self.elements} elements"
         return f"differs from the CPU replay in {self.differing} of {self.elements} elements ({self.example})"
+
+    def refusal(self, name: Contract | str, operand: DType, device: object) -> str | None:
+        """Why what was checked is not offered, or None. device: as people know it."""
+        return f"{name} for {operand.short} on {device} {self}" if self.differing else None
 
 
 def check(contract: Contract, operand: DType, product: Product) -> Outcome:
@@ -209,6 +217,34 @@ def rows_outcome(
 ) -> Outcome:
     """A row operation's outcome on a device, likewise."""
     return _outcome(device, kind.label, operand, backend, digest, lambda: check_rows(kind, operand, rows))
+
+
+def known_to_differ(device: CheckedDevice, contract: Contract | str, operand: DType, backend: str, digest: str) -> bool:
+    """Whether an outcome was found earlier and refuses the contract."""
+    found = known_outcome(device, contract, operand, backend, digest)
+    return found is not None and found.differing > 0
+
+
+def refusal(name: Contract | str, operand: DType, device: object, run: Callable[[], Outcome]) -> str | None:
+    """Why a device does not offer what `run` checks, or None. device: as people know it."""
+    try:
+        return run().refusal(name, operand, device)
+    except DetkernError as error:
+        return unfinished(name, operand, device, error)
+
+
+def unfinished(name: Contract | str, operand: DType, device: object, error: DetkernError) -> str:
+    """Why nothing is offered for now where a check has raised `error`. That is not an answer yet: the next call tries again."""
+    return f"the self-check of {name} for {operand.short} on {device} did not finish: {error}"
+
+
+def reports(device: CheckedDevice, checks: Iterable[tuple[Contract | str, DType, str]], backend: str) -> dict[str, str]:
+    """What `detkern info` shows of checks on a device, each given as (contract, operand, digest)."""
+    result = {}
+    for contract, operand, digest in checks:
+        found = known_outcome(device, contract, operand, backend, digest)
+        result[f"self-check of {contract} {operand.short}"] = "not run yet" if found is None else str(found)
+    return result
 
 
 def _outcome(

@@ -169,7 +169,7 @@ def test_a_check_that_fails_to_run_is_no_answer(on: Callable[..., cuda.CudaBacke
 
     made = on((8, 0), broken)
     assert made.refuses(_problem(FMA, F32)) == (
-        "the self-check of fma on cuda:0 (Made-up GPU) did not finish: out of memory"
+        "the self-check of fma for f32 on cuda:0 (Made-up GPU) did not finish: out of memory"
     )
     made.__dict__["_launch"] = types.SimpleNamespace(product=lambda device, *arguments: _replayed(*arguments))
     assert made.refuses(_problem(FMA, F32)) is None

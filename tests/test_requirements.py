@@ -349,7 +349,7 @@ def test_a_self_check_that_does_not_finish_is_no_answer(checked: Callable[[Calla
 
     made = checked(lambda *arguments: (_ for _ in ()).throw(DeviceError("out of memory")))
     said = made.refuses(problem(FMA, F16))
-    assert said == "the self-check of fma on cuda:0 (Made-up GPU) did not finish: out of memory"
+    assert said == "the self-check of fma for f16 on cuda:0 (Made-up GPU) did not finish: out of memory"
     made.__dict__["_launch"] = SimpleNamespace(
         product=lambda facts, contract, a, b, initial=None: numpy_replay.gemm(contract, a, b, initial=initial)
     )

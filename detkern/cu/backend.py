@@ -31,15 +31,14 @@ def offered(capability: tuple[int, int]) -> list[Contract]:
     return list(dict.fromkeys(contract for contract, _ in _ROW.contracts("cuda", capability)))
 
 
-def _known(device: CudaDevice, contract: Contract, dtype: DType) -> selfcheck.Outcome | None:
-    return selfcheck.known_outcome(device, contract, dtype, "cuda", source_digest((source_of(contract),)))
+def _digest(contract: Contract) -> str:
+    return source_digest((source_of(contract),))
 
 
 def _known_to_differ(device: CudaDevice, contract: Contract, dtype: DType) -> bool:
-    if device.capability in SEEN:
-        return False
-    found = _known(device, contract, dtype)
-    return found is not None and bool(found.differing)
+    return device.capability not in SEEN and selfcheck.known_to_differ(
+        device, contract, dtype, "cuda", _digest(contract)
+    )
 
 
 class CudaBackend:
@@ -76,8 +75,8 @@ class CudaBackend:
         if key not in self._answers:
             try:
                 self._answers[key] = self._refusal(device, contract, dtype)
-            except DetkernError as error:  # not an answer yet: the next call tries again
-                return f"the self-check of {contract} on {device} did not finish: {error}"
+            except DetkernError as error:
+                return selfcheck.unfinished(contract, dtype, device, error)
         return self._answers[key]
 
     def _refusal(self, device: CudaDevice, contract: Contract, dtype: DType) -> str | None:
@@ -87,11 +86,10 @@ class CudaBackend:
         if device.capability in SEEN:
             return None
         product = functools.partial(self._launch.product, device)
-        outcome = selfcheck.outcome(device, contract, dtype, "cuda", source_digest((source_of(contract),)), product)
-        if not outcome.differing:
-            return None
-        left = [pair for pair in here if pair != (contract, dtype)]
-        return f"{contract} for {dtype.short} on {device} {outcome}; it has {requirements.named(left)}"
+        outcome = selfcheck.outcome(device, contract, dtype, "cuda", _digest(contract), product)
+        if reason := outcome.refusal(contract, dtype, device):
+            return f"{reason}; it has {requirements.named(pair for pair in here if pair != (contract, dtype))}"
+        return None
 
     def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
         """The pairs that `refuses` lets pass; runs the self-checks that have not run yet."""
@@ -117,27 +115,24 @@ class CudaBackend:
         }
         if facts.capability in SEEN:
             return result | {"self-check": "not needed: every contract was compared on this compute capability"}
-        for contract, dtype in self._built_for(facts):
-            found = _known(facts, contract, dtype)
-            result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
-        for dtype in column_sum.OPERANDS:
-            found = selfcheck.known_outcome(
-                facts, selfcheck.COLUMN_SUM, dtype, "cuda", source_digest((column_sum.SOURCE,))
-            )
-            result[f"self-check of column_sum {dtype.short}"] = "not run yet" if found is None else str(found)
-        return result | self._row_facts(facts)
+        checks: list[tuple[Contract | str, DType, str]] = [
+            (contract, dtype, _digest(contract)) for contract, dtype in self._built_for(facts)
+        ]
+        digest = source_digest((column_sum.SOURCE,))
+        checks += [(selfcheck.COLUMN_SUM, dtype, digest) for dtype in column_sum.OPERANDS]
+        return result | selfcheck.reports(facts, checks, "cuda") | self._row_facts(facts)
 
     @staticmethod
     def _row_facts(device: CudaDevice) -> dict[str, str]:
         """The self-checks of row operations that have run."""
         digest = source_digest((rows.SOURCE,))
-        pairs = [(kind.label, dtype) for kind in RowKind for dtype in rows.OPERANDS]
-        outcomes = {pair: selfcheck.known_outcome(device, *pair, "cuda", digest) for pair in pairs}
-        return {
-            f"self-check of {name} {dtype.short}": str(found)
-            for (name, dtype), found in outcomes.items()
-            if found is not None
-        }
+        run = [
+            (kind.label, dtype, digest)
+            for kind in RowKind
+            for dtype in rows.OPERANDS
+            if selfcheck.known_outcome(device, kind.label, dtype, "cuda", digest) is not None
+        ]
+        return selfcheck.reports(device, run, "cuda")
 
     def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         """The kernel, tile and launch geometry that the problem's method would use."""

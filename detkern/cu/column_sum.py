@@ -14,7 +14,7 @@ from typing import Any
 from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DetkernError, DeviceError
+from ..errors import ArgumentError, DeviceError
 from ..plan_cache import PlanCache
 from ..problem import ColumnSumProblem, column_sum_problem
 from ..tensors import Device, TensorView
@@ -217,13 +217,12 @@ def refusal(device: CudaDevice, operand: DType) -> str | None:
         return f"column_sum takes {', '.join(dtype.short for dtype in OPERANDS)}, not {operand.short}"
     if device.capability in SEEN:
         return None
-    try:
-        found = selfcheck.column_sum_outcome(
-            device, operand, "cuda", source_digest((SOURCE,)), functools.partial(sum_on, device)
-        )
-    except DetkernError as error:  # not an answer yet: the next call tries again
-        return f"the self-check of column_sum on {device} did not finish: {error}"
-    return f"column_sum for {operand.short} on {device} {found}" if found.differing else None
+
+    def run() -> selfcheck.Outcome:
+        sums = functools.partial(sum_on, device)
+        return selfcheck.column_sum_outcome(device, operand, "cuda", source_digest((SOURCE,)), sums)
+
+    return selfcheck.refusal(selfcheck.COLUMN_SUM, operand, device, run)
 
 
 def sum_on(device: CudaDevice, dc: Any, initial: Any = None) -> Any:

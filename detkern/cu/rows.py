@@ -16,7 +16,7 @@ from typing import Any
 from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DetkernError, DeviceError
+from ..errors import ArgumentError, DeviceError
 from ..plan_cache import PlanCache
 from ..problem import Matrix, RowKind, RowProblem, row_problem
 from ..tensors import Device, TensorView
@@ -313,13 +313,12 @@ def refusal(device: CudaDevice, problem: RowProblem) -> str | None:
     if device.capability in SEEN:
         return None
     kind, operand = problem.kind, (problem.b or problem.a).dtype
-    try:
-        found = selfcheck.rows_outcome(
-            device, kind, operand, "cuda", source_digest((SOURCE,)), functools.partial(rows_on, device)
-        )
-    except DetkernError as error:  # not an answer yet: the next call tries again
-        return f"the self-check of {kind.label} on {device} did not finish: {error}"
-    return f"{kind.label} for {operand.short} on {device} {found}" if found.differing else None
+
+    def run() -> selfcheck.Outcome:
+        operation = functools.partial(rows_on, device)
+        return selfcheck.rows_outcome(device, kind, operand, "cuda", source_digest((SOURCE,)), operation)
+
+    return selfcheck.refusal(kind.label, operand, device, run)
 
 
 def rows_on(device: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:

@@ -110,11 +110,8 @@ class NpuBackend:
         """What the self-check found against a contract on a real device, run now if need be."""
         if device.kind == "cpu":
             return None
-        try:
-            found = self._outcome(device, library, contract, dtype)
-        except DetkernError as error:  # not an answer yet: the next call tries again
-            return f"the self-check of {contract} for {dtype.short} on {device} did not finish: {error}"
-        return f"{contract} for {dtype.short} on {device} {found}" if found.differing else None
+        run = functools.partial(self._outcome, device, library, contract, dtype)
+        return selfcheck.refusal(contract, dtype, device, run)
 
     def _outcome(self, device: Device, library: Library, contract: Contract | str, dtype: DType) -> selfcheck.Outcome:
         checked, digest = self._checked(device, library), _digest(library)
@@ -125,10 +122,9 @@ class NpuBackend:
         return selfcheck.column_sum_outcome(checked, dtype, self.name, digest, column_sum)
 
     def _known_to_differ(self, device: Device, library: Library, contract: Contract, dtype: DType) -> bool:
-        if device.kind == "cpu":
-            return False
-        found = selfcheck.known_outcome(self._checked(device, library), contract, dtype, self.name, _digest(library))
-        return found is not None and bool(found.differing)
+        return device.kind != "cpu" and selfcheck.known_to_differ(
+            self._checked(device, library), contract, dtype, self.name, _digest(library)
+        )
 
     @staticmethod
     def _checked(device: Device, library: Library) -> _CheckedDevice:
@@ -159,12 +155,12 @@ class NpuBackend:
             return result | {"self-check": "not run: the library is emulated, and the tests compare it"}
         about = self._checked(device, library)
         result |= {"device": about.name, "driver": about.driver}
-        checks: list[tuple[Contract | str, DType]] = [*self._pairs(device, library)]
-        checks += [(selfcheck.COLUMN_SUM, dtype) for dtype in _OUTPUTS]
-        for contract, dtype in checks:
-            found = selfcheck.known_outcome(about, contract, dtype, self.name, _digest(library))
-            result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
-        return result
+        digest = _digest(library)
+        checks: list[tuple[Contract | str, DType, str]] = [
+            (contract, dtype, digest) for contract, dtype in self._pairs(device, library)
+        ]
+        checks += [(selfcheck.COLUMN_SUM, dtype, digest) for dtype in _OUTPUTS]
+        return result | selfcheck.reports(about, checks, self.name)
 
     def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
         if isinstance(problem, BlockScaledProblem | RowProblem):

@@ -78,8 +78,8 @@ class TritonBackend:
             facts = describe(device)
             try:
                 self._answers[key] = self._refusal(facts, contract, dtype)
-            except DetkernError as error:  # not an answer yet: the next call tries again
-                return f"the self-check of {contract} on {facts} did not finish: {error}"
+            except DetkernError as error:
+                return selfcheck.unfinished(contract, dtype, facts, error)
         return self._answers[key]
 
     def _refusal(self, facts: TritonDevice, contract: Contract | str, dtype: DType) -> str | None:
@@ -88,9 +88,13 @@ class TritonBackend:
                 return f"column_sum takes {', '.join(d.short for d in _SUMS)}, not {dtype.short}"
             sums = functools.partial(self._launch.column_sum_on, facts)
             outcome = selfcheck.column_sum_outcome(facts, dtype, "triton", _digest("column_sum"), sums)
-            return f"column_sum for {dtype.short} on {facts} {outcome}" if outcome.differing else None
+            return outcome.refusal(selfcheck.COLUMN_SUM, dtype, facts)
         kind, capability = facts.device.kind, facts.capability
-        here = [pair for pair in _ROW.contracts(kind, capability) if not self._known_to_differ(facts, *pair)]
+        here = [
+            (one, operand)
+            for one, operand in _ROW.contracts(kind, capability)
+            if not selfcheck.known_to_differ(facts, one, operand, "triton", _digest(KERNELS[one]))
+        ]
         if reason := _ROW.refusal(contract, dtype, kind, str(facts), capability, here):
             return reason
         run = functools.partial(self._launch.product, facts)
@@ -101,11 +105,6 @@ class TritonBackend:
         through = "tl.dot" if contract.step is not None else "the kernel"
         return f"{contract} for {dtype.short}: {through} on {facts} {outcome}; it has {left}"
 
-    @staticmethod
-    def _known_to_differ(facts: TritonDevice, contract: Contract, dtype: DType) -> bool:
-        found = selfcheck.known_outcome(facts, contract, dtype, "triton", _digest(KERNELS[contract]))
-        return found is not None and bool(found.differing)
-
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the device, its driver, and how each self-check came out."""
         if missing(device):
@@ -115,12 +114,11 @@ class TritonBackend:
         if facts.capability is not None:
             result["compute capability"] = "{}.{}".format(*facts.capability)
         checks: list[tuple[Contract | str, DType, str]] = [
-            (contract, dtype, KERNELS[contract]) for contract, dtype in _ROW.contracts(device.kind, facts.capability)
+            (contract, dtype, _digest(KERNELS[contract]))
+            for contract, dtype in _ROW.contracts(device.kind, facts.capability)
         ]
-        for contract, dtype, kernel in [*checks, *((selfcheck.COLUMN_SUM, d, "column_sum") for d in _SUMS)]:
-            found = selfcheck.known_outcome(facts, contract, dtype, "triton", _digest(kernel))
-            result[f"self-check of {contract} {dtype.short}"] = "not run yet" if found is None else str(found)
-        return result
+        checks += [(selfcheck.COLUMN_SUM, dtype, _digest("column_sum")) for dtype in _SUMS]
+        return result | selfcheck.reports(facts, checks, "triton")
 
     def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem) -> Kernel:
         """The kernel, tile and launch geometry that the problem's method would use."""
