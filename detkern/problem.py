@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 
 from .contracts import Contract
 from .dtypes import DType
@@ -74,6 +75,11 @@ class GemmProblem:
         # Taken at every look-up of a plan; the sizes tell nearly all problems of a process apart.
         return hash((self.contract.code, self.m, self.n, self.k, self.batch, self.accumulate))
 
+    @property
+    def about(self) -> str:
+        """What it is and its sizes, for messages."""
+        return f"{self.contract} gemm of m={self.m}, n={self.n}, k={self.k}"
+
 
 @dataclass(frozen=True, slots=True)
 class BlockScaledProblem:
@@ -114,6 +120,11 @@ class ColumnSumProblem:
 
     def __hash__(self) -> int:
         return hash((self.m, self.n, self.batch, self.dc.dtype.code, self.accumulate))
+
+    @property
+    def about(self) -> str:
+        """What it is and its sizes, for messages."""
+        return f"the bias gradient of m={self.m}, n={self.n}"
 
 
 class RowKind(IntEnum):
@@ -170,6 +181,11 @@ class RowProblem:
 
     def __hash__(self) -> int:
         return hash((self.kind, self.m, self.n, self.batch, self.a.dtype.code, self.out.dtype.code))
+
+    @property
+    def about(self) -> str:
+        """What it is and its sizes, for messages."""
+        return f"{self.kind.label} of {self.m * prod(self.batch)} rows, n={self.n}"
 
 
 def batch_offsets(batch: tuple[int, ...], *matrices: Matrix) -> tuple[tuple[int, ...], ...]:

@@ -23,8 +23,8 @@ from . import cache, operands
 from .contracts import Contract
 from .cpu import numpy_replay, numpy_rows
 from .cpu.float_environment import default_float_environment
-from .dtypes import F32, DType
-from .errors import DetkernError
+from .dtypes import F32, DType, from_numpy
+from .errors import ArgumentError, DetkernError
 from .problem import RowKind
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "refusal",
     "reports",
     "rows_outcome",
+    "types_of",
     "unfinished",
 ]
 
@@ -123,6 +124,14 @@ def check_column_sum(operand: DType, column_sum: ColumnSum) -> Outcome:
                     yield f"{kind} operands, m={m}, from {_start(initial)}", expected, column_sum(dc, initial)
 
     return _compared(cases(), "column {}")
+
+
+def types_of(array: Array, initial: Array | None, argument: str) -> tuple[DType, DType]:
+    """The types of an operand that a check hands over, and of the result that it wants."""
+    operand = from_numpy(array.dtype)
+    if operand is None:
+        raise ArgumentError(f"{argument} of {array.dtype} has no kernel")
+    return operand, operand if initial is None else F32
 
 
 def _start(initial: Array | None) -> str:

@@ -60,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: ModuleType, block_bytes: i
     monkeypatch.setattr(runtime, "getDevice", lambda: 1)
     monkeypatch.setattr(module, "describe", lambda index: device)
     monkeypatch.setattr(module, "load_function", lambda *_: Function)
-    monkeypatch.setattr(module, "_plans", PlanCache(1024))
+    monkeypatch.setattr(module._launcher, "plans", PlanCache(1024))
     return calls
 
 

@@ -123,7 +123,7 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (4, 1, 1, 160, 1, 1, chosen.build.shared_bytes)
     block = struct.pack("<2Q", 4096, 512) + column_sum.pack_params(problem)
     assert calls == [(77, sizes, 9, block)] * 2
-    assert len(column_sum._plans) == 1
+    assert len(column_sum._launcher.plans) == 1
 
 
 def test_no_columns_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from detkern import config
 from detkern.backend import Execution
 from detkern.contracts import MMA16, TREE_MMA16, Contract
-from detkern.cu import extended_launch, geometry, launch
+from detkern.cu import current, extended_launch, geometry, launch
 from detkern.cu.device import CudaDevice
 from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
 from detkern.cu.geometry import Launch, Load, Tile
@@ -183,8 +183,9 @@ class Function:
 @pytest.fixture
 def runtime(bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
-    monkeypatch.setattr(launch, "driver", fake)
-    monkeypatch.setattr(launch, "runtime", fake)
+    for module in (current, launch):
+        monkeypatch.setattr(module, "driver", fake)
+        monkeypatch.setattr(module, "runtime", fake)
     monkeypatch.setattr(launch, "_plans", PlanCache(4096))
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))

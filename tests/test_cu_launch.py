@@ -16,7 +16,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 import detkern.cu
 from detkern.backend import Execution
 from detkern.contracts import FMA, TREE, TREE_MMA16
-from detkern.cu import launch
+from detkern.cu import current, launch
 from detkern.cu.device import CudaDevice
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
@@ -138,8 +138,9 @@ class _Fault(Exception):
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     fake.CUDADriverError = fake.CUDARuntimeError = _Fault  # type: ignore[attr-defined]
-    monkeypatch.setattr(launch, "driver", fake)
-    monkeypatch.setattr(launch, "runtime", fake)
+    for module in (current, launch):
+        monkeypatch.setattr(module, "driver", fake)
+        monkeypatch.setattr(module, "runtime", fake)
     monkeypatch.setattr(launch, "_plans", PlanCache(4096))
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))

@@ -206,7 +206,7 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.launch(problem, x, None, out, cu_blocks.execution())
     block = struct.pack("<3Q", 4096, 0, 512) + rows.pack_params(problem)
     assert calls == [(77, (16, 1, 1, 128, 1, 1, 0), 9, block)] * 2
-    assert len(rows._plans) == 1
+    assert len(rows._launcher.plans) == 1
 
 
 def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:

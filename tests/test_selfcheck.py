@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from detkern import config, selfcheck
 from detkern.contracts import FMA, MMA16
 from detkern.dtypes import BF16, F16, F32
-from detkern.errors import DeviceError
+from detkern.errors import ArgumentError, DeviceError
 from detkern.problem import RowKind
 from detkern.selfcheck import Outcome
 
@@ -47,6 +48,14 @@ def test_a_check_that_raises_says_what() -> None:
 def test_what_no_check_may_raise_comes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         selfcheck.refusal(FMA, F16, "cuda:1", lambda: Outcome(1 // 0, 0, ""))
+
+
+def test_results_are_of_the_operands_type_or_with_an_accumulator_float32() -> None:
+    array, initial = np.zeros((2, 2), np.float16), np.zeros((2, 2), np.float32)
+    assert selfcheck.types_of(array, None, "a") == (F16, F16)
+    assert selfcheck.types_of(array, initial, "a") == (F16, F32)
+    with pytest.raises(ArgumentError, match="dc of int64 has no kernel"):
+        selfcheck.types_of(np.zeros(3, np.int64), None, "dc")
 
 
 def test_reports_of_checks_that_have_run_and_that_have_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

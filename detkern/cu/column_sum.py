@@ -5,7 +5,6 @@ None of the choices here can change a bit: no column's rows are ever split.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from typing import Any
 
 from .. import selfcheck
 from ..backend import Execution, Kernel
-from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DeviceError
-from ..plan_cache import PlanCache
+from ..dtypes import BF16, F16, F32, DType
 from ..problem import ColumnSumProblem, column_sum_problem
-from ..tensors import Device, TensorView
-from .device import SEEN, CudaDevice, current, describe
+from ..tensors import TensorView
+from .block_launch import BlockLauncher, BlockPlan
+from .device import SEEN, CudaDevice, describe
 from .geometry import Load
+from .host_arrays import placing
 from .loader import KernelBuild, load_function, source_digest
 
 __all__ = [
@@ -35,8 +34,6 @@ _GRID_LIMIT = 2**31 - 1  # blocks along x
 # ColumnSumParams of column_sum.cu: two pointers, then sizes, strides, codes and the batch.
 _POINTERS = struct.Struct("<2Q")
 _FIELDS = struct.Struct(f"<6q4i{2 * MAX_SUM_RANK}q")
-
-_PLANS = 1024  # kept at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,29 +139,16 @@ def pack_params(problem: ColumnSumProblem) -> bytes:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Everything about a launch but its pointers and its stream."""
-
-    function: int  # CUfunction
-    launch: SumLaunch
-    params: bytes
-
-
-_plans: PlanCache[ColumnSumProblem, _Plan] = PlanCache(_PLANS)
-
-
-def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) -> _Plan:
-    """A new plan. The kernel is compiled and loaded here, on the device, which must be current."""
+def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) -> BlockPlan:
     device = describe(problem.device.index)
     if chosen is None:
         chosen = choose(problem, device.multiprocessors)
     function = load_function(device.index, device.capability, chosen.build, stream)
-    return _Plan(function.ptr, chosen, pack_params(problem))
+    params = pack_params(problem)
+    return BlockPlan(function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
 
 
-def _plan(problem: ColumnSumProblem, stream: int) -> _Plan:
-    return _plans.get(problem) or _plans.keep(problem, _plan_for(problem, stream, None))
+_launcher = BlockLauncher(_plan_for)
 
 
 def launch(
@@ -179,25 +163,8 @@ def launch(
 
     Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
     """
-    if problem.n == 0:
-        return
-    from cupy.cuda import driver, runtime
-
-    index, stream = problem.device.index, execution.stream
-    try:
-        with current(index):
-            plan = _plan(problem, stream) if chosen is None else _plan_for(problem, stream, chosen)
-            # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and
-            # the driver copies the block before it returns.
-            block = ctypes.c_char_p(_POINTERS.pack(dc.pointer, out.pointer) + plan.params)
-            driver.launchKernel(
-                plan.function, plan.launch.grid, 1, 1, plan.launch.tile.threads, 1, 1, plan.launch.build.shared_bytes,
-                stream, ctypes.addressof(block), 0,
-            )  # fmt: skip
-    except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
-        raise DeviceError(
-            f"cuda:{index} reported {error} at the bias gradient of m={problem.m}, n={problem.n}"
-        ) from error
+    if problem.n > 0:
+        _launcher(problem, _POINTERS.pack(dc.pointer, out.pointer), execution.stream, chosen)
 
 
 def kernel(problem: ColumnSumProblem, device: CudaDevice) -> Kernel:
@@ -230,29 +197,9 @@ def sum_on(device: CudaDevice, dc: Any, initial: Any = None) -> Any:
 
     initial: float32 [N], where the chains start; the result is float32 then, else of dc's type.
     """
-    import cupy
-    import numpy as np
-
-    operand = from_numpy(dc.dtype)
-    out_dtype = operand if initial is None else F32
-    if operand is None or out_dtype is None:
-        raise ArgumentError(f"dc of {dc.dtype} has no kernel")
-    where = Device("cuda", device.index)
-    with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
-
-        def view(array: Any, dtype: DType) -> TensorView:
-            strides = tuple(stride // dtype.itemsize for stride in array.strides)
-            return TensorView(array.data.ptr, array.shape, strides, dtype, where, array=array)
-
-        def allocate(size: int) -> TensorView:
-            return view(cupy.empty(size, np.uint8), E4M3)
-
-        source = view(cupy.asarray(np.ascontiguousarray(dc).view(operand.bits)), operand)
-        if initial is None:
-            out = cupy.empty(dc.shape[1:], out_dtype.bits)
-        else:
-            out = cupy.asarray(np.ascontiguousarray(initial).view(F32.bits))
-        target = view(out, out_dtype)
-        problem = column_sum_problem(source, target, initial is not None)
-        launch(problem, source, target, Execution(where, stream.ptr, allocate))
-        return cupy.asnumpy(out, stream=stream).view(out_dtype.numpy)
+    operand, out_dtype = selfcheck.types_of(dc, initial, "dc")
+    with placing(device) as there:
+        source = there.put(dc, operand)
+        target = there.put(initial, F32) if initial is not None else there.new(dc.shape[1:], out_dtype)
+        launch(column_sum_problem(source, target, initial is not None), source, target, there.execution)
+        return there.fetch(target)

@@ -1,11 +1,9 @@
-"""CUDA devices as the kernels see them: whether one can be used, its facts, and making it current."""
+"""CUDA devices as the kernels see them: whether one can be used, and its facts."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from ..errors import BuildError
 from ..requirements import old_driver
 from .loader import supported_architectures, target
 
-__all__ = ["SEEN", "CudaDevice", "current", "describe", "missing"]
+__all__ = ["SEEN", "CudaDevice", "describe", "missing"]
 
 _ROW = requirements.row("cuda")
 
@@ -96,20 +94,3 @@ def missing(index: int) -> str | None:
     except BuildError as error:
         return str(error)
     return None
-
-
-@contextmanager
-def current(index: int) -> Iterator[None]:
-    """Make a device, and its primary context, current in this thread, and the earlier device afterwards."""
-    from cupy.cuda import driver, runtime
-
-    before = runtime.getDevice()
-    if before == index and driver.ctxGetCurrent():
-        yield
-        return
-    runtime.setDevice(index)
-    try:
-        yield
-    finally:
-        if before != index:
-            runtime.setDevice(before)

@@ -8,29 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy.cuda import driver, runtime
 
+from .. import selfcheck
 from ..backend import Execution
 from ..contracts import Contract
-from ..dtypes import E4M3, F32, DType, from_numpy
-from ..errors import ArgumentError, DeviceError
+from ..dtypes import F32
 from ..plan_cache import PlanCache
 from ..problem import GemmProblem, batch_offsets, gemm_problem
-from ..tensors import Device, TensorView
+from ..tensors import TensorView
+from .current import on_device
 from .device import CudaDevice, describe
-from .extended_launch import ExtendedLaunch, LaunchFailure
+from .extended_launch import ExtendedLaunch
 from .geometry import Launch, choose
+from .host_arrays import placing
 from .loader import load_function
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Plan", "enqueue", "launch", "pack_params", "plan_for", "product"]
 
 MAX_BATCH_RANK = 8
 
-# GemmParams of params.cuh: five pointers, then sizes, strides, codes and the batch.
-_POINTERS = struct.Struct("<5Q")
+# GemmParams of params.cuh: five pointers, then sizes, strides, codes and the batch, which a plan has packed.
 _FIELDS = struct.Struct(f"<10q6i{4 * MAX_BATCH_RANK}q")
-PARAMS_BYTES = _POINTERS.size + _FIELDS.size
+_BLOCK = struct.Struct(f"<5Q{_FIELDS.size}s")
+PARAMS_BYTES = _BLOCK.size
 
 _PLANS = 4096  # kept at most; a plan is about 1 KiB
 
@@ -97,33 +98,36 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
     )
 
 
-def _plan(problem: GemmProblem, stream: int) -> Plan:
-    return _plans.get(problem) or _plans.keep(problem, plan_for(problem, describe(problem.device.index), stream))
+def _new_plan(problem: GemmProblem, stream: int, chosen: Launch | None) -> Plan:
+    plan = plan_for(problem, describe(problem.device.index), stream, chosen)
+    return _plans.keep(problem, plan) if chosen is None else plan
 
 
 def enqueue(
     plan: Plan, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, execution: Execution
 ) -> None:
     """Launch a plan on the execution's stream, on the device that is current."""
-    stream = execution.stream
-    geometry = plan.launch
-    scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
-    if scratch is not None and isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
-        _captured.append(scratch.array)
+    stream, geometry, scratch_pointer = execution.stream, plan.launch, 0
+    if geometry.scratch_bytes:
+        scratch = execution.allocate(geometry.scratch_bytes)
+        scratch_pointer = scratch.pointer
+        if isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
+            _captured.append(scratch.array)
     for a_offset, b_offset, out_offset in plan.offsets:
-        pointers = _POINTERS.pack(
+        params = _BLOCK.pack(
             a.pointer + a_offset,
             b.pointer + b_offset,
             out.pointer + out_offset,
             0 if bias is None else bias.pointer,
-            0 if scratch is None else scratch.pointer,
+            scratch_pointer,
+            plan.params,
         )
         if plan.extended is not None:
-            plan.extended(pointers + plan.params, a.pointer, b.pointer, out.pointer, stream)
+            plan.extended(params, a.pointer, b.pointer, out.pointer, stream)
             continue
         # A char* to the block: the address of that pointer is the array of one parameter that the driver wants,
         # and the driver copies the block before it returns.
-        block = ctypes.c_char_p(pointers + plan.params)
+        block = ctypes.c_char_p(params)
         driver.launchKernel(
             plan.function, geometry.grid, 1, 1, geometry.threads, 1, 1, geometry.build.shared_bytes,
             stream, ctypes.addressof(block), 0,
@@ -143,24 +147,12 @@ def launch(
 
     Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
     """
-    if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
-        return
-    index, stream = problem.device.index, execution.stream
-    try:
-        before = runtime.getDevice()
-        # A thread that has made no CUDA call yet has no context, even on the right device.
-        if before != index or not driver.ctxGetCurrent():
-            runtime.setDevice(index)
-        try:
-            plan = _plan(problem, stream) if chosen is None else plan_for(problem, describe(index), stream, chosen)
-            enqueue(plan, a, b, out, bias, execution)
-        finally:
-            if before != index:
-                runtime.setDevice(before)
-    except (driver.CUDADriverError, runtime.CUDARuntimeError, LaunchFailure) as error:
-        raise DeviceError(
-            f"cuda:{index} reported {error} at {problem.contract} gemm of m={problem.m}, n={problem.n}, k={problem.k}"
-        ) from error
+    plan = _plans.get(problem) if chosen is None else None
+    if plan is None:
+        if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
+            return  # such a problem never gets a plan
+        plan = on_device(problem, _new_plan, problem, execution.stream, chosen)
+    on_device(problem, enqueue, plan, a, b, out, bias, execution)
 
 
 def product(device: CudaDevice, contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
@@ -168,27 +160,10 @@ def product(device: CudaDevice, contract: Contract, a: Any, b: Any, initial: Any
 
     initial: float32 [M, N], where the accumulation starts; the result is float32 then, else of the operands' type.
     """
-    operand = from_numpy(a.dtype)
-    out_dtype = operand if initial is None else F32
-    if operand is None or out_dtype is None:
-        raise ArgumentError(f"a of {a.dtype} has no kernel")
-    where = Device("cuda", device.index)
-    with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
-
-        def view(array: Any, dtype: DType) -> TensorView:
-            strides = tuple(stride // dtype.itemsize for stride in array.strides)
-            return TensorView(array.data.ptr, array.shape, strides, dtype, where, array=array)
-
-        def allocate(size: int) -> TensorView:
-            return view(cupy.empty(size, np.uint8), E4M3)
-
-        on_device = [cupy.asarray(np.ascontiguousarray(array).view(operand.bits)) for array in (a, b)]
-        if initial is None:
-            out = cupy.empty((a.shape[0], b.shape[1]), out_dtype.bits)
-        else:
-            out = cupy.asarray(np.ascontiguousarray(initial).view(F32.bits))
-        views = [view(array, operand) for array in on_device]
-        target = view(out, out_dtype)
-        problem = gemm_problem(contract, views[0], views[1], target, None, initial is not None)
-        launch(problem, views[0], views[1], target, None, Execution(where, stream.ptr, allocate))
-        return cupy.asnumpy(out, stream=stream).view(out_dtype.numpy)
+    operand, out_dtype = selfcheck.types_of(a, initial, "a")
+    with placing(device) as there:
+        left, right = there.put(a, operand), there.put(b, operand)
+        target = there.put(initial, F32) if initial is not None else there.new((a.shape[0], b.shape[1]), out_dtype)
+        problem = gemm_problem(contract, left, right, target, None, initial is not None)
+        launch(problem, left, right, target, None, there.execution)
+        return there.fetch(target)

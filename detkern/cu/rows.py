@@ -5,7 +5,6 @@ None of the choices here can change a bit: a sum is exact up to its one rounding
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from typing import Any
 
 from .. import selfcheck
 from ..backend import Execution, Kernel
-from ..dtypes import BF16, E4M3, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DeviceError
-from ..plan_cache import PlanCache
+from ..dtypes import BF16, F16, F32, DType
 from ..problem import Matrix, RowKind, RowProblem, row_problem
-from ..tensors import Device, TensorView
-from .device import SEEN, CudaDevice, current, describe
+from ..tensors import TensorView
+from .block_launch import BlockLauncher, BlockPlan
+from .device import SEEN, CudaDevice, describe
+from .host_arrays import placing
 from .loader import KernelBuild, load_function, source_digest
 
 __all__ = [
@@ -36,8 +35,6 @@ _GRID_LIMIT = 2**31 - 1  # blocks along x
 # RowParams of rows.cu: three pointers, then sizes, strides, codes and the batch.
 _POINTERS = struct.Struct("<3Q")
 _FIELDS = struct.Struct(f"<9q4i{4 * MAX_SUM_RANK}q")
-
-_PLANS = 1024  # kept at most
 
 
 class RowLoad(IntEnum):
@@ -237,30 +234,15 @@ def pack_params(problem: RowProblem) -> bytes:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Everything about a launch but its pointers and its stream."""
-
-    function: int  # CUfunction
-    grid: int
-    threads: int
-    params: bytes
-
-
-_plans: PlanCache[RowProblem, _Plan] = PlanCache(_PLANS)
-
-
-def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> _Plan:
-    """A new plan. The kernel is compiled and loaded here, on the device, which must be current."""
+def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> BlockPlan:
     device = describe(problem.device.index)
     if chosen is None:
         chosen = choose(problem, device.capability, device.multiprocessors)
     function = load_function(device.index, device.capability, chosen.build, stream)
-    return _Plan(function.ptr, chosen.grid, chosen.tile.threads, pack_params(problem))
+    return BlockPlan(function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, pack_params(problem))
 
 
-def _plan(problem: RowProblem, stream: int) -> _Plan:
-    return _plans.get(problem) or _plans.keep(problem, _plan_for(problem, stream, None))
+_launcher = BlockLauncher(_plan_for)
 
 
 def launch(
@@ -276,24 +258,8 @@ def launch(
 
     Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
     """
-    from cupy.cuda import driver, runtime
-
-    index, stream = problem.device.index, execution.stream
-    try:
-        with current(index):
-            plan = _plan(problem, stream) if chosen is None else _plan_for(problem, stream, chosen)
-            pointers = _POINTERS.pack(a.pointer, 0 if b is None else b.pointer, out.pointer)
-            # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and
-            # the driver copies the block before it returns.
-            block = ctypes.c_char_p(pointers + plan.params)
-            driver.launchKernel(
-                plan.function, plan.grid, 1, 1, plan.threads, 1, 1, 0, stream, ctypes.addressof(block), 0
-            )
-    except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
-        rows = problem.m * prod(problem.batch)
-        raise DeviceError(
-            f"cuda:{index} reported {error} at {problem.kind.label} of {rows} rows, n={problem.n}"
-        ) from error
+    pointers = _POINTERS.pack(a.pointer, 0 if b is None else b.pointer, out.pointer)
+    _launcher(problem, pointers, execution.stream, chosen)
 
 
 def kernel(problem: RowProblem, device: CudaDevice) -> Kernel:
@@ -323,30 +289,10 @@ def refusal(device: CudaDevice, problem: RowProblem) -> str | None:
 
 def rows_on(device: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:
     """The operation on NumPy arrays on a device, as a float32 NumPy array: what the self-check compares."""
-    import cupy
-    import numpy as np
-
-    where = Device("cuda", device.index)
-    with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
-
-        def view(array: Any, dtype: DType) -> TensorView:
-            strides = tuple(stride // dtype.itemsize for stride in array.strides)
-            return TensorView(array.data.ptr, array.shape, strides, dtype, where, array=array)
-
-        def upload(array: Any) -> TensorView:
-            dtype = from_numpy(array.dtype)
-            if dtype is None:
-                raise ArgumentError(f"{array.dtype} has no kernel")
-            return view(cupy.asarray(np.ascontiguousarray(array).view(dtype.bits)), dtype)
-
-        def allocate(size: int) -> TensorView:
-            return view(cupy.empty(size, np.uint8), E4M3)
-
-        first = upload(a[:, None] if kind.spreads else a)
-        second = None if b is None else upload(b)
-        out = cupy.empty((a.shape[0], 1 if kind.reduces else width), np.uint32)
-        target = view(out, F32)
-        problem = row_problem(kind, first, second, target, width)
-        launch(problem, first, second, target, Execution(where, stream.ptr, allocate))
-        result = cupy.asnumpy(out, stream=stream).view(np.float32)
+    with placing(device) as there:
+        first = there.put(a[:, None] if kind.spreads else a, selfcheck.types_of(a, None, "a")[0])
+        second = None if b is None else there.put(b, selfcheck.types_of(b, None, "b")[0])
+        target = there.new((a.shape[0], 1 if kind.reduces else width), F32)
+        launch(row_problem(kind, first, second, target, width), first, second, target, there.execution)
+        result = there.fetch(target)
         return result[:, 0].copy() if kind.reduces else result

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
+from .. import selfcheck
 from ..backend import Execution
 from ..contracts import Contract
-from ..dtypes import E4M3, F32, DType, from_numpy
-from ..errors import ArgumentError, BuildError, DeviceError
+from ..dtypes import E4M3, F32, DType
+from ..errors import BuildError, DeviceError
 from ..plan_cache import PlanCache
 from ..problem import ColumnSumProblem, GemmProblem, batch_offsets, column_sum_problem, gemm_problem
 from ..tensors import Device, TensorView
@@ -142,8 +143,7 @@ def launch(
     if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
         return
     device = execution.device
-    what = f"{problem.contract} gemm of m={problem.m}, n={problem.n}, k={problem.k}"
-    with _reported(device, what), _on(execution):
+    with _reported(device, problem.about), _on(execution):
         multiprocessors = 1 if device.kind == "cpu" else describe(device).multiprocessors
         plan = _plan(problem, multiprocessors) if chosen is None else plan_for(problem, multiprocessors, chosen)
         geometry = plan.launch
@@ -200,7 +200,7 @@ def column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execu
     sizes = (1,) * missing + problem.batch[outer:]
     strides = (0,) * missing + problem.dc.batch_strides[outer:]
     offsets = batch_offsets(problem.batch[:outer], problem.dc)
-    with _reported(device, f"the bias gradient of m={problem.m}, n={problem.n}"), _on(execution):
+    with _reported(device, problem.about), _on(execution):
         carry = execution.allocate(4 * problem.n) if len(offsets) > 1 else None
         if carry is not None and device.kind != "cpu":
             _keep_if_captured(carry)
@@ -231,7 +231,7 @@ def product(device: TritonDevice, contract: Contract, a: Any, b: Any, initial: A
 
     initial: float32 [M, N], where the accumulation starts; the result is float32 then, else of the operands' type.
     """
-    operand, out_dtype = _types(a, initial, "a")
+    operand, out_dtype = selfcheck.types_of(a, initial, "a")
     with _Placing(device) as there:
         # Columns of a and rows of b: one load path, and so one kernel, for every k.
         columns, right = there.put(a.T, operand), there.put(b, operand)
@@ -244,19 +244,12 @@ def product(device: TritonDevice, contract: Contract, a: Any, b: Any, initial: A
 
 def column_sum_on(device: TritonDevice, dc: Any, initial: Any = None) -> Any:
     """The bias gradient of a NumPy array dc [M, N] on a device, likewise."""
-    operand, out_dtype = _types(dc, initial, "dc")
+    operand, out_dtype = selfcheck.types_of(dc, initial, "dc")
     with _Placing(device) as there:
         source = there.put(dc, operand)
         target = there.put(initial, F32) if initial is not None else there.new(dc.shape[1:], out_dtype)
         column_sum(column_sum_problem(source, target, initial is not None), source, target, there.execution)
         return there.fetch(target, out_dtype)
-
-
-def _types(array: Any, initial: Any, argument: str) -> tuple[DType, DType]:
-    operand = from_numpy(array.dtype)
-    if operand is None:
-        raise ArgumentError(f"{argument} of {array.dtype} has no kernel")
-    return operand, operand if initial is None else F32
 
 
 class _Placing:

@@ -1,0 +1,44 @@
+"""What every launch has around it: the problem's device made current, and faults as DeviceError. Imports CuPy, so it comes in
+once a device is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
+
+from cupy.cuda import driver, runtime
+
+from ..errors import DeviceError
+from ..problem import ColumnSumProblem, GemmProblem, RowProblem
+from .extended_launch import LaunchFailure
+
+__all__ = ["on_device"]
+
+_Arguments = TypeVarTuple("_Arguments")
+_T = TypeVar("_T")
+
+
+def on_device(
+    problem: GemmProblem | ColumnSumProblem | RowProblem,
+    call: Callable[[*_Arguments], _T],
+    *arguments: *_Arguments,
+) -> _T:
+    """call(*arguments) while the problem's device, and its primary context, are current in this thread; the earlier device
+    is afterwards.
+
+    Raises DeviceError where the device or its driver reports a fault.
+    """
+    # No context manager: entering and leaving one takes as long as a third of a launch.
+    index = problem.device.index
+    try:
+        before = runtime.getDevice()
+        # A thread that has made no CUDA call yet has no context, even on the right device.
+        if before != index or not driver.ctxGetCurrent():
+            runtime.setDevice(index)
+        try:
+            return call(*arguments)
+        finally:
+            if before != index:
+                runtime.setDevice(before)
+    except (driver.CUDADriverError, runtime.CUDARuntimeError, LaunchFailure) as error:
+        raise DeviceError(f"cuda:{index} reported {error} at {problem.about}") from error
