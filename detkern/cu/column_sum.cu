@@ -35,7 +35,6 @@ struct ColumnSumParams {
   int64_t batch_strides[MAX_SUM_RANK];
 };
 
-constexpr int OFFSETS_BARRIER = 1;  // of the threads that copy
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
 constexpr int LINES = LOAD == K_MAJOR ? TILE_N : ROWS;
@@ -91,21 +90,24 @@ class StageCopy {
   DETKERN_INLINE StageCopy(const ColumnSumParams& p, char* shared, int64_t column0)
       : p_(p), offsets_(reinterpret_cast<int64_t*>(shared)), column0_(column0), loader_(thread_index() - TILE_N) {}
 
+  // Before the CTA meets for stage `number`; the half's last readers were done at the meeting before.
+  DETKERN_INLINE void find_rows(int64_t number) const {
+    if constexpr (LOAD != K_MAJOR) {
+      const int64_t row = number * ROWS + loader_;
+      if (loader_ < ROWS && row < p_.rows) offsets_[number % 2 * ROWS + loader_] = row_offset(p_, row);
+    }
+  }
+
   DETKERN_INLINE void copy(char* stage, int64_t number) const {
     const int64_t row0 = number * ROWS;
     const int rows = clamp(p_.rows - row0, ROWS);
+    const int64_t* offsets = offsets_ + number % 2 * ROWS;
     if constexpr (LOAD == K_MAJOR) {
       copy_columns(stage, row0);
+    } else if constexpr (LOAD == MN_MAJOR) {
+      copy_rows(stage, offsets, rows);
     } else {
-      int64_t* offsets = offsets_ + number % 2 * ROWS;
-      if (loader_ < rows) offsets[loader_] = row_offset(p_, row0 + loader_);
-      // Also keeps a half until all have read it: whoever is here has read the other one.
-      named_barrier<LOADERS>(OFFSETS_BARRIER);
-      if constexpr (LOAD == MN_MAJOR) {
-        copy_rows(stage, offsets, rows);
-      } else {
-        gather(stage, offsets, rows);
-      }
+      gather(stage, offsets, rows);
     }
   }
 
@@ -266,15 +268,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
     float acc = 0.0f;
     if (!loads && p.accumulate && column < p.n) acc = static_cast<const float*>(p.out)[column * p.out_stride];
     int loaded = 0, added = 0;  // slots of the ring
-    // The first rounds, which wait for nothing, fill the ring.
+    if (loads) copy.find_rows(0);
+    // The first rounds, in which nothing is added, fill the ring.
     for (int64_t next = 0; next < stages + STAGES - 1; ++next) {
       const int64_t stage = next - (STAGES - 1);
-      if (stage >= 0) {
-        if (loads) copy_async_wait<STAGES - 2>();
-        __syncthreads();  // `stage` is in place, the one before it is added
-      }
+      if (loads) copy_async_wait<STAGES - 2>();
+      __syncthreads();  // `stage` is in place, the one before it is added, the rows of `next` are found
       if (loads) {
-        if (next < stages) copy.copy(ring + loaded * STAGE_BYTES, next);
+        if (next < stages) {
+          copy.copy(ring + loaded * STAGE_BYTES, next);
+          copy.find_rows(next + 1);
+        }
         copy_async_commit();
         loaded = loaded + 1 == STAGES ? 0 : loaded + 1;
       } else if (stage >= 0) {
@@ -283,6 +287,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       }
     }
     if (!loads && column < p.n) store(p, column, acc);
-    __syncthreads();  // before the next tile reuses the stages
   }
 }
