@@ -309,22 +309,25 @@ def _cluster(problem: GemmProblem, tile: Tile) -> int:
     return 2 if tile.shares or pairs else 1
 
 
+def _has_rows_to_share(problem: GemmProblem, tile: Tile) -> bool:
+    """Whether there is a whole tile of rows, where the CTAs of a cluster copy parts of tiles for one another: boxes of A
+    have no more rows than there are, and parts of such boxes are none that the kernel knows."""
+    return not tile.shares or problem.m >= tile["TILE_M"]
+
+
 def launch_for(
     problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load] | None = None
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
-    if tile.shares and problem.m < tile["TILE_M"]:
+    if not _has_rows_to_share(problem, tile):
         raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
-    grid = max(1, min(_tile_count(problem, tile), _GRID_LIMIT))
-    if tile.by_tma or _scratch_bytes(tile, problem.k, 1):
-        # No more CTAs than run at once, each of which walks over several tiles: scratch is a slot a CTA, and the loads of
-        # the next tile begin before the last one is written.
-        grid = min(grid, multiprocessors * tile["CTAS_PER_SM"])
     cluster = _cluster(problem, tile)
-    if cluster > 1:
-        at_once = multiprocessors * tile["CTAS_PER_SM"] // cluster
-        grid = min(-(-grid // cluster), max(1, at_once)) * cluster
+    # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
+    # run at once, each of which walks over several tiles.
+    walks = tile.by_tma or _scratch_bytes(tile, problem.k, 1) > 0
+    most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
+    grid = cluster * max(1, min(-(-_tile_count(problem, tile) // cluster), most // cluster))
     return Launch(
         tile=tile,
         build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
@@ -344,7 +347,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
         return False
     if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
         return False
-    if tile.shares and problem.m < tile["TILE_M"]:
+    if not _has_rows_to_share(problem, tile):
         return False
     return not tile.by_tma or (
         available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
