@@ -120,9 +120,8 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
     shares = tile.shares
     a = TmaTile(loads[0] == Load.MN_MAJOR, tile["TILE_M"], tile["TILE_K"])
     b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
+    whole_a, whole_b = bool(launch.maps.whole_boxes & 1), bool(launch.maps.whole_boxes & 2)
     # What produce() derives from the sizes alone.
-    whole_a = problem.m % 64 == 0 if a.mn_rows else problem.k % 64 == 0 and problem.m >= a.box_rows
-    whole_b = (problem.n if b.mn_rows else problem.k) % 64 == 0
     present = a.box_rows if a.mn_rows else min(problem.m, a.box_rows)
     expected = 2 * (a.elements // a.box_rows * present + b.elements)
     batched = [bool(matrix.batch_strides and matrix.batch_strides[0]) for matrix in (problem.a, problem.b)]

@@ -215,7 +215,9 @@ def test_a_product_on_hopper_goes_through_the_extended_launch(bindings: cu_drive
         assert chosen.build.source == "mma_wgmma.cu"
         assert struct.unpack_from("<5Q", one.params) == (A, B, OUT, BIAS, 0)
         problem = gemm_problem(MMA16, *_views(out_dtype=out_dtype), bias, False)
-        assert one.params[40:] == launch.pack_params(problem, out_dtype == BF16)
+        assert chosen.maps is not None
+        assert (chosen.maps.out is not None) == (out_dtype == BF16)
+        assert one.params[40:] == launch.pack_params(problem, chosen.maps)
         assert one.configuration.hStream == 0x1234
     assert runtime.device == 0, "the earlier device is current again"
 

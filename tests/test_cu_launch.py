@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import detkern.cu
 from detkern.backend import Execution
-from detkern.contracts import FMA, TREE, TREE_MMA16
+from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16
 from detkern.cu import current, launch
 from detkern.cu.device import CudaDevice
+from detkern.cu.geometry import Maps
+from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.plan_cache import PlanCache
@@ -65,7 +68,7 @@ def test_every_field_is_where_the_header_says() -> None:
         "a": (1,), "b": (2,), "out": (3,), "bias": (4,), "scratch": (5,),
         "m": (7,), "n": (9,), "k": (11,),
         "a_row": (13,), "a_col": (1,), "b_row": (17,), "b_col": (2,), "out_row": (1,), "out_col": (19,),
-        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_by_tma": (0,), "reserved": (0,),
+        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_by_tma": (0,), "whole_boxes": (0,),
         "batch_shape": (*batch, *rest), "a_batch": (1000, 200, *rest), "b_batch": (0, 300, *rest),
         "out_batch": (-900, 150, *rest),
     }  # fmt: skip
@@ -78,10 +81,26 @@ def test_no_bias_is_type_zero() -> None:
     assert struct.unpack_from(form, block, offset) == (0,)
     offset, form = _fields()["accumulate"]
     assert struct.unpack_from(form, block, offset) == (1,)
-    offset, form = _fields()["out_by_tma"]
-    for given in (False, True):
-        block = bytes(40) + launch.pack_params(gemm_problem(FMA, plain, plain, plain, None, False), given)
-        assert struct.unpack_from(form, block, offset) == (int(given),)
+
+
+def test_a_kernel_is_told_what_its_maps_give() -> None:
+    """Whether there is one of the output, and of which operands all of a tile's boxes come at once."""
+    fields = _fields()
+    plain = _view((64, 64), (64, 1), BF16, 256)
+    problem = gemm_problem(MMA16, plain, plain, plain, None, False)
+    one_by_one = MapShape(BF16, (64, 64, 1), (128, 128), 64)
+    at_once = replace(one_by_one, boxes=1)
+    for maps, expected in (
+        (None, (0, 0)),
+        (Maps(one_by_one, one_by_one, None), (0, 0)),
+        (Maps(one_by_one, one_by_one, one_by_one), (1, 0)),
+        (Maps(at_once, one_by_one, None), (0, 1)),
+        (Maps(one_by_one, at_once, None), (0, 2)),
+        (Maps(at_once, at_once, one_by_one), (1, 3)),
+    ):
+        block = bytes(40) + launch.pack_params(problem, maps)
+        found = [struct.unpack_from(fields[name][1], block, fields[name][0]) for name in ("out_by_tma", "whole_boxes")]
+        assert found == [(value,) for value in expected]
 
 
 class Driver:

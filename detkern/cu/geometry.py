@@ -153,6 +153,11 @@ class Maps:
     b: MapShape
     out: MapShape | None
 
+    @property
+    def whole_boxes(self) -> int:
+        """GemmParams::whole_boxes: bit 0 for a, bit 1 for b."""
+        return int(self.a.boxes is not None) | int(self.b.boxes is not None) << 1
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

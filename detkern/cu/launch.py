@@ -20,7 +20,7 @@ from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
-from .geometry import Launch, choose
+from .geometry import Launch, Maps, choose
 from .host_arrays import placing
 from .loader import load_function
 
@@ -36,8 +36,11 @@ PARAMS_BYTES = _BLOCK.size
 _PLANS = 4096  # kept at most; a plan is about 1 KiB
 
 
-def pack_params(problem: GemmProblem, out_by_tma: bool = False) -> bytes:
-    """GemmParams after its pointers. Of more than MAX_BATCH_RANK batch dimensions, the last ones."""
+def pack_params(problem: GemmProblem, maps: Maps | None = None) -> bytes:
+    """GemmParams after its pointers. Of more than MAX_BATCH_RANK batch dimensions, the last ones.
+
+    maps: of a launch whose kernel takes them.
+    """
     rank = min(len(problem.batch), MAX_BATCH_RANK)
     padding = (0,) * (MAX_BATCH_RANK - rank)
     inner = slice(len(problem.batch) - rank, None)
@@ -52,7 +55,8 @@ def pack_params(problem: GemmProblem, out_by_tma: bool = False) -> bytes:
         0 if bias is None else bias.dtype.code,
         int(problem.accumulate),
         rank,
-        int(out_by_tma), 0,
+        int(maps is not None and maps.out is not None),
+        0 if maps is None else maps.whole_boxes,
         *problem.batch[inner], *padding,
         *a.batch_strides[inner], *padding,
         *b.batch_strides[inner], *padding,
@@ -89,13 +93,7 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
     outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
     offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
-    return Plan(
-        kernel.ptr,
-        chosen,
-        pack_params(problem, chosen.maps is not None and chosen.maps.out is not None),
-        offsets,
-        extended,
-    )
+    return Plan(kernel.ptr, chosen, pack_params(problem, chosen.maps), offsets, extended)
 
 
 def _new_plan(problem: GemmProblem, stream: int, chosen: Launch | None) -> Plan:

@@ -22,6 +22,9 @@ enum Load : int32_t {
   MN_MAJOR = 2, // m (of A) or n (of B) is contiguous; k rows start at multiples of 16 bytes
 };
 
+// Bits of GemmParams::whole_boxes.
+enum WholeBoxes : int32_t { WHOLE_A = 1, WHOLE_B = 2 };
+
 struct GemmParams {
   const void* a;
   const void* b;
@@ -38,7 +41,7 @@ struct GemmParams {
   int32_t accumulate;  // 1: the chain starts at out (f32); a tree's root is added to it
   int32_t batch_rank;
   int32_t out_by_tma;  // 1: a tensor map of the output is given, of 16-bit elements
-  int32_t reserved;
+  int32_t whole_boxes; // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
   int64_t batch_shape[MAX_BATCH_RANK];
   int64_t a_batch[MAX_BATCH_RANK];
   int64_t b_batch[MAX_BATCH_RANK];

@@ -194,10 +194,8 @@ template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NON
           class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
-  // Lines of whole boxes have maps that give all of a tile's boxes at once. Not of fewer rows of A than a tile's: filling
-  // those outside takes time, too, and its boxes have no more rows than there are.
-  const bool whole_a = TileA::MN_ROWS ? p.m % ATOM == 0 : p.k % ATOM == 0 && p.m >= TileA::BOX_ROWS;
-  const bool whole_b = (TileB::MN_ROWS ? p.n : p.k) % ATOM == 0;
+  const bool whole_a = p.whole_boxes & WHOLE_A, whole_b = p.whole_boxes & WHOLE_B;
+  // Filling rows outside A takes time, too: its boxes have no more than there are.
   const int rows_a = TileA::MN_ROWS ? TileA::BOX_ROWS : static_cast<int>(min(p.m, int64_t(TileA::BOX_ROWS)));
   const int bytes = TileA::BYTES / TileA::BOX_ROWS * rows_a + TileB::BYTES;
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
