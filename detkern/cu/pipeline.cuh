@@ -226,7 +226,7 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       position.step();
     }
     walk.step();
-    tile = walk.output();
+    if (walk.more()) tile = walk.output();
   }
   if (SHARED_OPERAND != SHARED_NONE) ring.drain(position);
 }
