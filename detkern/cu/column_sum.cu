@@ -1,20 +1,20 @@
-// The bias gradient: out[n] is one chain acc = acc + dc[row, n], binary32 to nearest even, rows ascending, from +0 (or from
-// `out`); + 0 and one rounding at the end. f32, f16 and bf16 operands. No column's rows are ever split, so no tile, grid or
-// load changes a bit.
+// The bias gradient: out[n] is one chain acc = acc + dc[row, n], binary32 to nearest even, rows ascending, from +0 (or
+// from `out`); + 0 and one rounding at the end. f32, f16 and bf16 operands. No column's rows are ever split, so no
+// tile, grid or load changes a bit.
 //
-// A chain takes one addition's latency (4 cycles) a row whatever the device, so the rest of the work must stay out of its way:
-// TILE_N threads each keep the chain of one column and read nothing but shared memory, while the other warps fill a ring of
-// stages, STAGES - 1 of them ahead, of ROWS rows each.
+// A chain takes one addition's latency (4 cycles) a row whatever the device, so the rest of the work must stay out of
+// its way: TILE_N threads each keep the chain of one column and read nothing but shared memory, while the other warps
+// fill a ring of stages, STAGES - 1 of them ahead, of ROWS rows each.
 //
-// Macros   OPERAND (F32 1, F16 2, BF16 3), LOAD (STRIDED 0; K_MAJOR 1: rows are adjacent; MN_MAJOR 2: columns are), TILE_N,
-//          ROWS, STAGES, LOADERS (threads that copy), THREADS = TILE_N + LOADERS, SMEM_BYTES.
+// Macros   OPERAND (F32 1, F16 2, BF16 3), LOAD (STRIDED 0; K_MAJOR 1: rows are adjacent; MN_MAJOR 2: columns are),
+//          TILE_N, ROWS, STAGES, LOADERS (threads that copy), THREADS = TILE_N + LOADERS, SMEM_BYTES.
 // Tile     TILE_N columns, a multiple of 32.
 // Launch   THREADS threads, grid (min(ceil(n / TILE_N), 2^31 - 1), 1, 1); any smaller grid.x is right as well.
-// Memory   SMEM_BYTES of dynamic shared memory, no scratch. K_MAJOR: STAGES stages of TILE_N lines, each of ROWS elements and
-//          16 bytes. MN_MAJOR: STAGES stages of ROWS lines of TILE_N elements, and 16 * ROWS bytes for the rows' offsets;
-//          STRIDED: the same, a line 4 bytes longer.
-// Loads    MN_MAJOR wants the pointer, the row stride and the batch strides at multiples of 16 bytes; K_MAJOR the pointer and
-//          the column stride, and no batch. A line may end anywhere.
+// Memory   SMEM_BYTES of dynamic shared memory, no scratch. K_MAJOR: STAGES stages of TILE_N lines, each of ROWS
+//          elements and 16 bytes. MN_MAJOR: STAGES stages of ROWS lines of TILE_N elements, and 16 * ROWS bytes for the
+//          rows' offsets; STRIDED: the same, a line 4 bytes longer.
+// Loads    MN_MAJOR wants the pointer, the row stride and the batch strides at multiples of 16 bytes; K_MAJOR the
+//          pointer and the column stride, and no batch. A line may end anywhere.
 #include "ptx.cuh"
 
 constexpr int MAX_SUM_RANK = 62;  // as DETKERN_MAX_SUM_RANK in abi/abi.h
@@ -39,8 +39,8 @@ constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
 constexpr int LINES = LOAD == K_MAJOR ? TILE_N : ROWS;
 constexpr int ALONG = LOAD == K_MAJOR ? ROWS : TILE_N;
-// Sixteen bytes more let 8 threads read 16 bytes each of neighbouring columns at once, four more let the threads of a warp
-// write neighbouring rows at once.
+// Sixteen bytes more let 8 threads read 16 bytes each of neighbouring columns at once, four more let the threads of a
+// warp write neighbouring rows at once.
 constexpr int PITCH = ALONG * SIZE + (LOAD == K_MAJOR ? 16 : LOAD == STRIDED ? 4 : 0);
 constexpr int STAGE_BYTES = LINES * PITCH;
 static_assert(THREADS == TILE_N + LOADERS && TILE_N % 32 == 0 && LOADERS % 32 == 0, "whole warps");
@@ -81,12 +81,12 @@ struct Bits<F32> {
 };
 using Element = Bits<OPERAND>::Type;
 
-// Copies stages of the columns from `column0` on. Rows and columns past the end become zeros: no chain that is stored reads
-// them.
+// Copies stages of the columns from `column0` on. Rows and columns past the end become zeros: no chain that is stored
+// reads them.
 class StageCopy {
  public:
-  // The offsets of the rows lie in `shared`, those of one stage in one half: finding them (a division for each batch dimension)
-  // is one thread's work a row, not every thread's that copies a piece of it.
+  // The offsets of the rows lie in `shared`, those of one stage in one half: finding them (a division for each batch
+  // dimension) is one thread's work a row, not every thread's that copies a piece of it.
   DETKERN_INLINE StageCopy(const ColumnSumParams& p, char* shared, int64_t column0)
       : p_(p), offsets_(reinterpret_cast<int64_t*>(shared)), column0_(column0), loader_(thread_index() - TILE_N) {}
 

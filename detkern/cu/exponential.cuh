@@ -1,5 +1,5 @@
-// exp and log of docs/contracts.md ("The exponential and the logarithm"). Every operation is one binary32 operation of the
-// contract, in its order; what is left out where it cannot matter is said.
+// exp and log of docs/contracts.md ("The exponential and the logarithm"). Every operation is one binary32 operation of
+// the contract, in its order; what is left out where it cannot matter is said.
 #pragma once
 
 #include "ptx.cuh"
@@ -46,8 +46,8 @@ DETKERN_INLINE float exponential(float x) {
 constexpr float EXP_SCALE = 0x1p+64f;
 
 // EXP_SCALE * e^x for x of 0 and less, before the rounding to a subnormal number: times 1 / EXP_SCALE, rounded, it is
-// `exponential`. The coefficients are scaled, which changes no rounding, so that the power of two may go down to 2^-150. A NaN
-// counts as the lowest.
+// `exponential`. The coefficients are scaled, which changes no rounding, so that the power of two may go down to
+// 2^-150. A NaN counts as the lowest.
 DETKERN_INLINE float scaled_exponential(float x) {
   const float clamped = fmaxf(x, EXP_LOWEST);
   const float shifted = __fmaf_rn(clamped, LOG2_E, ROUNDER);

@@ -9,15 +9,15 @@
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
 // registers from it; any grid.x of whole clusters, best the CTAs that run at once.
 // Clusters. Of one CTA or two, as the launch says: two run on a pair of multiprocessors, where what both read comes
-// faster. SHARES: always two, whose tiles lie beside one another and each of which copies half of A's part of a stage for
-// both (SHARED_A), or below one another, and B's (SHARED_B); fewer bytes leave the L2.
+// faster. SHARES: always two, whose tiles lie beside one another and each of which copies half of A's part of a stage
+// for both (SHARED_A), or below one another, and B's (SHARED_B); fewer bytes leave the L2.
 // Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
 // (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
-// Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A is
-// K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of 64
-// where B is MN_MAJOR); TILE_K (of 64); STAGES; OUT_BOXES (boxes of 64 columns that a warp's slab holds, where TILE_N is
-// a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others); BAND (tile rows);
-// CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
+// is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of
+// 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; OUT_BOXES (boxes of 64 columns that a warp's slab holds, where
+// TILE_N is a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others); BAND
+// (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
@@ -80,8 +80,8 @@ static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS *
               "wgmma reads 64 rows of A");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
-// Whether this warp's 16 rows of 64 are a tile's. The same in all lanes, and known to be: else the main loop would end in a
-// barrier of the warp.
+// Whether this warp's 16 rows of 64 are a tile's. The same in all lanes, and known to be: else the main loop would end
+// in a barrier of the warp.
 DETKERN_INLINE bool has_rows() {
   return BLOCK_ROWS == 64 || __shfl_sync(~0u, thread_index() / 32, 0) * 16 < BLOCK_ROWS;
 }
@@ -323,6 +323,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
 
 // Asks the L2 cache for the first of B that this CTA will read. Its CTAs often start while the grid before still ends,
 // and memory is idle then; the cache is coherent, so whatever that grid may yet write to B is what is read afterwards.
+// The CTA of a pair that has no tile finds its column outside the output and asks for nothing.
 DETKERN_INLINE void prefetch_b(const GemmParams& p) {
   constexpr int LINES = (TILE_M <= 32 ? 65536 : 32768) / ATOM_ROW_BYTES;  // half and twice as many were slower
   constexpr bool ALONG_K = LOAD_B == K_MAJOR;

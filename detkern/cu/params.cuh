@@ -1,5 +1,5 @@
-// The one argument of every GEMM kernel, passed by value as __grid_constant__. cu/launch.py packs the same fields in the
-// same order; strides are in elements of the operand's own type, of any sign, zero where broadcast.
+// The one argument of every GEMM kernel, passed by value as __grid_constant__. cu/launch.py packs the same fields in
+// the same order; strides are in elements of the operand's own type, of any sign, zero where broadcast.
 #pragma once
 
 typedef signed char int8_t;

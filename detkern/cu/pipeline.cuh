@@ -57,8 +57,8 @@ struct Ring {
     if (JITTER != 2) empty_stage(stage);
   }
 
-  // Waits, as the producer, until all stages are empty again: the other CTA's consumers arrive at this one's barriers no
-  // more then, and it may end.
+  // Waits, as the producer, until all stages are empty again: the other CTA's consumers arrive at this one's barriers
+  // no more then, and it may end.
   template <class Position>
   DETKERN_INLINE void drain(Position position) const {
 #pragma unroll 1
@@ -114,13 +114,13 @@ struct RingPosition {
   }
 };
 
-// What the two CTAs of a cluster have in common: nothing (one CTA), the rows of A (their tiles lie beside one another) or
-// the columns of B (below one another).
+// What the two CTAs of a cluster have in common: nothing (one CTA), the rows of A (their tiles lie beside one another)
+// or the columns of B (below one another).
 enum Shared : int { SHARED_NONE = 0, SHARED_A = 1, SHARED_B = 2 };
 
-// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. The CTAs of a cluster walk
-// over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31 where
-// operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
+// The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. The CTAs of a cluster
+// walk over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31
+// where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
 template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND = SHARED_NONE>
 class TileWalk {
   static constexpr int CTAS = SHARED_OPERAND == SHARED_NONE ? 1 : 2;
@@ -167,9 +167,9 @@ class TileWalk {
   uint32_t turns_, tile_;
 };
 
-// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. CTAS: of a
-// cluster, where nobody arrives at another CTA's barriers before it has made them; most of that is waited for while the
-// earlier grid still runs.
+// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. CTAS: of
+// a cluster, where nobody arrives at another CTA's barriers before it has made them; most of that is waited for while
+// the earlier grid still runs.
 template <int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start_producing() {
   named_barrier_arrive<THREAD_COUNT>(2);

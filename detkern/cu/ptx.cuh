@@ -238,8 +238,8 @@ DETKERN_INLINE void named_barrier_arrive(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREAD_COUNT) : "memory");
 }
 
-// True in one thread of a warp, all of whose threads are here (9.7.13.6). The compiler knows that it is one: in a branch of
-// `threadIdx.x % 32 == 0` it puts a loop over the threads around each TMA copy.
+// True in one thread of a warp, all of whose threads are here (9.7.13.6). The compiler knows that it is one: in a
+// branch of `threadIdx.x % 32 == 0` it puts a loop over the threads around each TMA copy.
 DETKERN_INLINE bool elected() {
   uint32_t one;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(one));
@@ -298,8 +298,8 @@ DETKERN_INLINE uint32_t cluster_rank() {
   return rank;
 }
 
-// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3). The arrival is a fence
-// of the whole GPU.
+// What was written before the arrival of one thread is seen after the wait of another (9.7.13.3). The arrival is a
+// fence of the whole GPU.
 DETKERN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
 // The same without a fence: of what was written before only the barriers are seen that fence_barrier_init has told of.
@@ -307,8 +307,8 @@ DETKERN_INLINE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arr
 
 DETKERN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Arrives at the barrier that CTA `rank` of the cluster has at this address (9.7.13.15.13), a release within the CTA alone:
-// of the cluster it would be a fence of the GPU.
+// Arrives at the barrier that CTA `rank` of the cluster has at this address (9.7.13.15.13), a release within the CTA
+// alone: of the cluster it would be a fence of the GPU.
 DETKERN_INLINE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::
@@ -359,8 +359,8 @@ DETKERN_INLINE void copy_tensor_box(uint32_t target, const TensorMap& map, int x
   }
 }
 
-// Starts the copy of a box in shared memory to (x, y, z, w) of a map; what is outside the tensor is dropped. The thread's
-// copies of this kind go in groups.
+// Starts the copy of a box in shared memory to (x, y, z, w) of a map; what is outside the tensor is dropped. The
+// thread's copies of this kind go in groups.
 DETKERN_INLINE void store_tensor_box(const TensorMap& map, int x, int y, int z, int w, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(x), "r"(y), "r"(z), "r"(w)

@@ -1,19 +1,22 @@
-// The row operations of docs/contracts.md: each row's sum is the aligned sum of its terms (x, x * x, exp(x - largest), y * dy or
-// dy), exact in integers up to one rounding, and so the same in any order; what follows is done to each element on its own; + 0
-// and one rounding at the end. f32, f16 and bf16. No team, tile, grid or load changes a bit.
+// The row operations of docs/contracts.md: each row's sum is the aligned sum of its terms (x, x * x, exp(x - largest),
+// y * dy or dy), exact in integers up to one rounding, and so the same in any order; what follows is done to each
+// element on its own; + 0 and one rounding at the end. f32, f16 and bf16. No team, tile, grid or load changes a bit.
 //
-// A row belongs to a team of threads: a warp, a CTA or the CTAs of a cluster. Its columns are in pieces of 16 bytes at multiples
-// of 16 bytes, wherever the row begins, dealt to the team's threads in turn. HELD: each thread keeps its pieces in registers, so
-// that a row is read once. Else it is read for each pass: the largest terms, the sum, the results.
+// A row belongs to a team of threads: a warp, a CTA or the CTAs of a cluster. Its columns are in pieces of 16 bytes at
+// multiples of 16 bytes, wherever the row begins, dealt to the team's threads in turn. HELD: each thread keeps its
+// pieces in registers, so that a row is read once. Else it is read for each pass: the largest terms, the sum, the
+// results.
 //
-// Macros   KIND (detkern_row_kind), OPERAND (F32 1, F16 2, BF16 3; of the operand with columns), LOAD (STRIDED 0, VECTOR 1,
-//          ACROSS 2), THREADS, ROWS, VALUES, CLUSTER, HELD.
-// Tile     ROWS rows of a CTA: 1, one a warp, or (ACROSS) one a lane. VALUES columns of a thread at a time. CLUSTER CTAs a row.
-// Launch   THREADS threads. Grid (any multiple of CLUSTER, 1, 1): tiles are taken in turn; a tile is ROWS rows, and where there is
-//          no sum, as many columns of them as the threads have at a time.
+// Macros   KIND (detkern_row_kind), OPERAND (F32 1, F16 2, BF16 3; of the operand with columns), LOAD (STRIDED 0,
+//          VECTOR 1, ACROSS 2), THREADS, ROWS, VALUES, CLUSTER, HELD.
+// Tile     ROWS rows of a CTA: 1, one a warp, or (ACROSS) one a lane. VALUES columns of a thread at a time. CLUSTER
+//          CTAs a row.
+// Launch   THREADS threads. Grid (any multiple of CLUSTER, 1, 1): tiles are taken in turn; a tile is ROWS rows, and
+//          where there is no sum, as many columns of them as the threads have at a time.
 // Memory   static shared memory for the reductions, 25 KiB at most; no scratch.
-// Loads    VECTOR wants column stride 1 and, of two operands, rows that begin equally far past a multiple of 16 bytes. STRIDED
-//          goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer than columns.
+// Loads    VECTOR wants column stride 1 and, of two operands, rows that begin equally far past a multiple of 16 bytes.
+//          STRIDED goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer
+//          than columns.
 #include "exponential.cuh"
 #include "team.cuh"
 
@@ -70,8 +73,8 @@ constexpr int SLAB = STEP * PIECES;                               // columns tha
 static_assert(VALUES % PIECE == 0 && (ROWS == 1 || (LOAD == ACROSS ? ROWS == 32 : ROWS == WARPS)), "teams are whole");
 static_assert(CLUSTER == 1 || ROWS == 1, "a cluster has one row");
 
-// CTAs of a multiprocessor, as far as registers go: 64 of a thread; 128 where it holds many numbers of two operands, or the
-// exponentials of the most that there is room for. The compiler needs some more for other architectures than sm_90.
+// CTAs of a multiprocessor, as far as registers go: 64 of a thread; 128 where it holds many numbers of two operands, or
+// the exponentials of the most that there is room for. The compiler needs some more for other architectures than sm_90.
 constexpr bool LOADS_TWO = LOADS_A && LOADS_B;
 constexpr bool HOLDS_MANY =
     LOADS_TWO && HELD ? VALUES > 16 : KIND == SOFTMAX && VALUES > 32 && (OPERAND == F32 || __CUDA_ARCH__ >= 1000);
@@ -163,7 +166,8 @@ DETKERN_INLINE void put_rounded(const float (&values)[PIECE], uint16_t* target) 
   }
 }
 
-// total * 2^(exponent - FRACTION_BITS), rounded once: what is below 2^-126 is a multiple of 2^-149 and has no more than 23 bits.
+// total * 2^(exponent - FRACTION_BITS), rounded once: what is below 2^-126 is a multiple of 2^-149 and has no more than
+// 23 bits.
 DETKERN_INLINE float rounded(const Sum& total, int exponent) {
   return __fmul_rn(__fmul_rn(__ll2float_rn(total.value), power(-FRACTION_BITS)), power(exponent));
 }
@@ -418,7 +422,8 @@ class Row {
     return finite ? sum : __fadd_rn(extent.most, -extent.least);
   }
 
-  // largest_ and the sum of exp(x - largest_), whose exponent is 0: its largest term is 1. NaN where the largest is not finite.
+  // largest_ and the sum of exp(x - largest_), whose exponent is 0: its largest term is 1. NaN where the largest is not
+  // finite.
   DETKERN_INLINE float exponentials() {
     Largest largest{__int_as_float(0xff800000)};
     for_each_slab([&](const Span&) {
@@ -445,8 +450,8 @@ class Row {
     return __fmul_rn(scaled_exponential(__fadd_rn(a_.value(i, j), -largest_)), 1 / EXP_SCALE);
   }
 
-  // The quotients of a piece by divisor_, each rounded once: the steps of a division (Markstein 1990), whose reciprocal all
-  // share. Where a remainder could be subnormal, the division itself.
+  // The quotients of a piece by divisor_, each rounded once: the steps of a division (Markstein 1990), whose reciprocal
+  // all share. Where a remainder could be subnormal, the division itself.
   DETKERN_INLINE void divide(float (&numbers)[PIECE]) const {
     bool plain = true;
 #pragma unroll

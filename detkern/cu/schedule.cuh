@@ -24,7 +24,8 @@ DETKERN_INLINE int64_t tile_count(const GemmParams& p) {
   return batch_count(p) * ((p.m + TILE_ROWS - 1) / TILE_ROWS) * ((p.n + TILE_COLUMNS - 1) / TILE_COLUMNS);
 }
 
-// Bands of BAND_ROWS tile rows, walked column by column: the CTAs that run together share rows of A and columns of B in L2.
+// Bands of BAND_ROWS tile rows, walked column by column: the CTAs that run together share rows of A and columns of B in
+// L2.
 template <int TILE_ROWS, int TILE_COLUMNS, int BAND_ROWS>
 DETKERN_INLINE OutputTile output_tile(const GemmParams& p, int64_t tile) {
   const int64_t tile_rows = (p.m + TILE_ROWS - 1) / TILE_ROWS;

@@ -1,5 +1,6 @@
-// Reductions over the threads that hold one row of rows.cu: a warp, a CTA, the CTAs of a cluster, or the same lane of all warps.
-// All of them may combine in any order, because what they combine (largest numbers, sums of integers) does not depend on it.
+// Reductions over the threads that hold one row of rows.cu: a warp, a CTA, the CTAs of a cluster, or the same lane of
+// all warps. All of them may combine in any order, because what they combine (largest numbers, sums of integers) does
+// not depend on it.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,4 +1,5 @@
-// The instruction wgmma.mma_async m64nNk16 (PTX ISA 8.x, 9.7.15.5.2) of Hopper, sm_90a, for the widths N that tiles use.
+// The instruction wgmma.mma_async m64nNk16 (PTX ISA 8.x, 9.7.15.5.2) of Hopper, sm_90a, for the widths N that tiles
+// use.
 //
 // Inline assembly takes its operands one by one, so the registers of the accumulator are written out here, and nowhere
 // else: DETKERN_D_<N> are their N / 2 numbers in the text, DETKERN_OUT_<N> the operands.
@@ -82,8 +83,8 @@
   if constexpr (WIDTH == N && DTYPE == BF16) DETKERN_WGMMA_SHARED(N, "bf16", A, B, SCALE, TRANS_A, TRANS_B);          \
   if constexpr (WIDTH == N && DTYPE == F16) DETKERN_WGMMA_SHARED(N, "f16", A, B, SCALE, TRANS_A, TRANS_B);
 
-// acc = A B (FROM_ZERO) or acc += A B on a 64 x WIDTH tile, one step of 16 k; a and b are descriptors. A warp has 16 rows,
-// in fragments [WIDTH / 8][4] as mma.m16n8k16's. Complete only after wgmma_wait.
+// acc = A B (FROM_ZERO) or acc += A B on a 64 x WIDTH tile, one step of 16 k; a and b are descriptors. A warp has 16
+// rows, in fragments [WIDTH / 8][4] as mma.m16n8k16's. Complete only after wgmma_wait.
 template <int WIDTH, int DTYPE, bool FROM_ZERO, int TRANSPOSED_A, int TRANSPOSED_B>
 DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "wgmma m64nNk16 is used for f16 and bf16");
