@@ -214,7 +214,7 @@ def _shared_bytes(tile: Tile) -> int:
     if tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
     elif tile.table == "tree_wgmma":
-        levels = max(tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
+        levels = max(_level_bytes(tile) // 4 + tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
         return 2 * stages * k * (m + n) + levels + 16 * stages + 1024
     elif tile.table == "mma_wgmma":
         slab = max(64 * (_slab_columns(n, 32) + 8), 16 * (2 * _slab_columns(n, 64) + 16))
@@ -243,7 +243,7 @@ def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
     if tile.table != "tree":
         levels = max(0, levels - 2)  # nodes of up to four leaves stay in registers
     if tile.table == "tree_wgmma":
-        levels = max(0, levels - tile["REGISTER_LEVELS"])
+        levels = max(0, levels - 2)  # of up to eight, and one node that waits for its sibling
     return grid * max(0, levels - tile["SHARED_LEVELS"]) * _level_bytes(tile)
 
 

@@ -66,11 +66,13 @@ class MergeLevels {
   // `levels`: how many there are. `shared`: the address of LEVELS_IN_SHARED * LEVEL_BYTES, 16-byte aligned; `scratch`:
   // GemmParams::scratch.
   DETKERN_INLINE MergeLevels(int levels, uint32_t shared, void* scratch)
-      : shared_(shared), scratch_(static_cast<char*>(scratch)), levels_in_scratch_(max(levels - LEVELS_IN_SHARED, 0)) {}
+      : shared_(shared + thread_index() * 16),
+        scratch_(static_cast<char*>(scratch)),
+        levels_in_scratch_(max(levels - LEVELS_IN_SHARED, 0)) {}
 
   DETKERN_INLINE void put(int level, const uint32_t (&value)[WORDS]) {
     if (level < LEVELS_IN_SHARED) {
-      const uint32_t target = shared_ + level * LEVEL_BYTES + thread_index() * 16;
+      const uint32_t target = shared_ + level * LEVEL_BYTES;
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
         store_shared(target + i * THREAD_COUNT * 4, make_uint4(value[i], value[i + 1], value[i + 2], value[i + 3]));
@@ -85,9 +87,9 @@ class MergeLevels {
     }
   }
 
-  DETKERN_INLINE void add(int level, uint32_t (&value)[WORDS]) {
+  DETKERN_INLINE void add(int level, uint32_t (&value)[WORDS]) const {
     if (level < LEVELS_IN_SHARED) {
-      const uint32_t source = shared_ + level * LEVEL_BYTES + thread_index() * 16;
+      const uint32_t source = shared_ + level * LEVEL_BYTES;
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) add_words(load_shared_v4(source + i * THREAD_COUNT * 4), value + i);
     } else {
@@ -113,7 +115,7 @@ class MergeLevels {
     right[3] = add_pair<DTYPE>(left.w, right[3]);
   }
 
-  uint32_t shared_;
+  uint32_t shared_;  // this thread's
   char* scratch_;
   int levels_in_scratch_;
 };

@@ -1,20 +1,19 @@
-// The walk of tree-mma16's kernels over nodes of at most four leaves, which are merged in registers.
+// The walk of tree-mma16's kernels over nodes of at most NODE_LEAVES leaves, which are merged in registers.
 //
-// At the smallest depth D where no node has more than four leaves, node j has floor((L + bitreverse_D(j)) / 2^D) of the
-// L leaves (merge.cuh says why), its left half the smaller one. The 2^D nodes are the leaves of a perfect tree, whose
-// waiting left children MergeLevels keeps.
+// At the smallest depth D where no node has more leaves, node j has floor((L + bitreverse_D(j)) / 2^D) of the L leaves
+// (merge.cuh says why), its left half the smaller one. The 2^D nodes are the leaves of a perfect tree, whose waiting
+// left children MergeLevels keeps.
 #pragma once
 
 #include "ptx.cuh"
 
+template <uint32_t NODE_LEAVES>
 class NodeWalk {
  public:
-  static constexpr uint32_t NODE_LEAVES = 4;
-
   // leaves: at least 1.
   DETKERN_INLINE explicit NodeWalk(uint32_t leaves) : leaves_(leaves), node_(0) {
-    const uint32_t quarter = (leaves - 1) / NODE_LEAVES;
-    depth_ = quarter > 0 ? 32 - __clz(quarter) : 0;
+    const uint32_t quotient = (leaves - 1) / NODE_LEAVES;
+    depth_ = quotient > 0 ? 32 - __clz(quotient) : 0;
   }
 
   // D, the depth of these nodes.

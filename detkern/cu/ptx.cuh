@@ -8,6 +8,7 @@
 
 // Hides where a value came from: what is derived from it afterwards is derived anew.
 DETKERN_INLINE void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
+DETKERN_INLINE void forget(int32_t& value) { asm volatile("" : "+r"(value)); }
 
 template <typename Element>
 DETKERN_INLINE const Element* forgotten(const Element* pointer) {

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       copy_async_commit();
     }
 
-    NodeWalk walk(max(leaves, 1u));
+    NodeWalk<4> walk(max(leaves, 1u));
     uint32_t node_leaves = walk.size(), leaf_in_node = 0;
     Levels levels(walk.depth(), first_stage + LEVELS_AT, p.scratch);
     uint32_t left[WORDS], right[WORDS];

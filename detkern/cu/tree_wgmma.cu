@@ -1,21 +1,22 @@
-// Contract tree-mma16 (wgmma m64n64k16 in the tables, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
+// Contract tree-mma16 (wgmma m64n64k16, sm_90a only), f16 and bf16: leaves of 32 k, two tensor-core steps from +0 and
 // one rounding to the operand type, merged along the mid-split tree by sums rounded to that type. The bits are
 // tree_mma.cu's.
 //
-// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows and GROUP_N columns of the CTA's outputs. A group waits for
-// its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group produces:
-// one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
-// Tree. Nodes of up to four leaves (node_walk.cuh) in registers, `right` gathers the right half and `node` the left;
-// the lowest REGISTER_LEVELS of the waiting nodes above in registers too, MergeLevels has the others.
+// Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows and GROUP_N columns of the CTA's outputs. A group waits
+// for its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group
+// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// Tree. Nodes of up to eight leaves (node_walk.cuh) are gathered in registers. Of the nodes that wait for their sibling
+// the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): what the
+// kernel has least of is shared memory's bandwidth, nearly all of which wgmma and TMA take.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max(SHARED_LEVELS * 2 * TILE_M * TILE_N, slabs)
-// + 16 * STAGES + 1024 (to align the ring): the ring, the levels (the outputs pass through them once a tile's tree is
-// done), the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
-// Scratch. grid.x * max(0, D - REGISTER_LEVELS - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) -
-// 2), L = ceil(k / 32).
+// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max((0.5 + 2 * SHARED_LEVELS) * TILE_M *
+// TILE_N, slabs) + 16 * STAGES + 1024 (to align the ring): the ring, the waiting nodes (the outputs pass through their
+// memory once a tile's tree is done), the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
+// Scratch. grid.x * max(0, D - 1 - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 3), L =
+// ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
-// leaves), STAGES, GROUPS_M, GROUPS_N, REGISTER_LEVELS (0, 1, 2), SHARED_LEVELS, BAND (tile rows),
-// CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// leaves), STAGES (best a multiple of 4: Leaves), GROUPS_M, GROUPS_N, SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1),
+// SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "merge.cuh"
 #include "mma_epilogue.cuh"
 #include "node_walk.cuh"
@@ -28,6 +29,7 @@ constexpr int THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int GROUP_N = TILE_N / GROUPS_N;
 constexpr int WORDS = GROUP_N / 4;  // of two outputs, a thread
 constexpr int LEAF = 32;
+constexpr uint32_t NODE_LEAVES = 8;
 // At launch all threads have the same; the consumers take what the producers give up.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = 24;
@@ -39,28 +41,48 @@ using StageRing = Ring<TileA, TileB, STAGES>;
 using Position = RingPosition<STAGES>;
 using Walk = TileWalk<TILE_M, TILE_N, BAND>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
+constexpr int KEPT_WORDS = WORDS * 3 / 4;  // of a waiting node, in registers
+using OtherWords = MergeLevels<OPERAND, WORDS - KEPT_WORDS, 1, CONSUMERS * GROUP>;
 constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory at once
 using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, GROUP_N>;
 
-constexpr int LEVELS_AT = STAGES * StageRing::STAGE_BYTES;
-constexpr int LEVELS_BYTES = SHARED_LEVELS * Levels::LEVEL_BYTES > CONSUMING_WARPS* WarpOutput::BYTES
-                                 ? SHARED_LEVELS * Levels::LEVEL_BYTES
-                                 : CONSUMING_WARPS * WarpOutput::BYTES;
-constexpr int BARRIERS_AT = LEVELS_AT + LEVELS_BYTES;
+constexpr int SIBLING_AT = STAGES * StageRing::STAGE_BYTES;
+constexpr int LEVELS_AT = SIBLING_AT + OtherWords::LEVEL_BYTES;
+constexpr int TREE_BYTES = OtherWords::LEVEL_BYTES + SHARED_LEVELS * Levels::LEVEL_BYTES;
+constexpr int SLABS_BYTES = CONSUMING_WARPS * WarpOutput::BYTES;
+constexpr int BARRIERS_AT = SIBLING_AT + (TREE_BYTES > SLABS_BYTES ? TREE_BYTES : SLABS_BYTES);
 static_assert(OPERAND == F16 || OPERAND == BF16, "the tensor-core contracts take 16-bit operands");
 static_assert(TILE_M == 64 * GROUPS_M && GROUP_N * GROUPS_N == TILE_N, "a warp group has 64 rows");
 static_assert(TILE_K == 2 * LEAF && CTAS_PER_SM == 1, "a stage is two leaves; a CTA has the SM");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
-DETKERN_INLINE void add_words(uint32_t (&sum)[WORDS], const uint32_t (&other)[WORDS]) {
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) sum[i] = add_pair<OPERAND>(sum[i], other[i]);
-}
+// The lowest of the nodes that wait for their sibling: as much of it in registers as there are.
+class Sibling {
+ public:
+  DETKERN_INLINE explicit Sibling(uint32_t shared) : others_(1, shared, nullptr) {}
 
-DETKERN_INLINE void copy_words(uint32_t (&target)[WORDS], const uint32_t (&source)[WORDS]) {
+  DETKERN_INLINE void put(uint32_t (&node)[WORDS]) {
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) target[i] = source[i];
-}
+    for (int i = 0; i < KEPT_WORDS; ++i) kept_[i] = node[i];
+    others_.put(0, other_words(node));
+  }
+
+  DETKERN_INLINE void add_to(uint32_t (&node)[WORDS]) const {
+#pragma unroll
+    for (int i = 0; i < KEPT_WORDS; ++i) node[i] = add_pair<OPERAND>(kept_[i], node[i]);
+    others_.add(0, other_words(node));
+  }
+
+ private:
+  using Others = uint32_t[WORDS - KEPT_WORDS];
+
+  static DETKERN_INLINE Others& other_words(uint32_t (&node)[WORDS]) {
+    return reinterpret_cast<Others&>(node[KEPT_WORDS]);
+  }
+
+  uint32_t kept_[KEPT_WORDS];
+  OtherWords others_;
+};
 
 // Where a consumer is in the leaves of all its tiles. Which half of its stage a leaf is, is known where the code is
 // written out, so that little more than the products, roundings and sums remains of it.
@@ -68,76 +90,134 @@ class Leaves {
  public:
   // row, column: of the group's outputs in the tile.
   DETKERN_INLINE Leaves(const StageRing& ring, int row, int column)
-      : ring_(ring), ready_(false), row_offset_(TileA::offset(row, 0)), column_offset_(TileB::offset(column, 0)) {}
+      : ring_(ring),
+        ready_(false),
+        first_a_(TileA::low_word(ring.a(0) + TileA::offset(row, 0))),
+        first_b_(TileB::low_word(ring.b(0) + TileB::offset(column, 0))) {}
 
-  // Rounds the next leaf and adds it to `sum` (FIRST: puts it there).
-  template <int HALF, bool FIRST>
-  DETKERN_INLINE void gather(uint32_t (&sum)[WORDS]) {
-    if (HALF == 0) {
-      ring_.take(position_, ready_);
-      a_ = TileA::low_word(ring_.a(position_.stage) + row_offset_);
-      b_ = TileB::low_word(ring_.b(position_.stage) + column_offset_);
-    }
-    float acc[GROUP_N / 2];
-    wgmma_fence();
-    multiply<true>(acc, 2 * HALF);
-    multiply<false>(acc, 2 * HALF + 1);
-    wgmma_commit();
-    if (HALF == 1) ready_ = ring_.full_already(position_.next());
-    wgmma_wait<0>();
-    hold(acc);
-    if (HALF == 1) leave_stage();
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
-      sum[i] = FIRST ? leaf : add_pair<OPERAND>(sum[i], leaf);
-    }
+  // Whether a node of `size` leaves, the first of which is that half of its stage, is a round: whole, and its first
+  // stage's number divides by a round's stages. Where its stages lie is known but for one address, and altogether where
+  // the ring is a round.
+  DETKERN_INLINE bool is_round(uint32_t size, uint32_t half) const {
+    return ROUND && size == NODE_LEAVES && half == 0 && (ROUND_STAGES == STAGES || position_.stage % ROUND_STAGES == 0);
+  }
+
+  // Gathers a node that is_round. meanwhile: what there is to do while its last products are on their way.
+  template <class Meanwhile>
+  DETKERN_INLINE void gather_round(uint32_t (&node)[WORDS], const Meanwhile& meanwhile) {
+    gather<NODE_LEAVES, 0, true>(node, meanwhile);
   }
 
   // Gathers a node of `size` leaves, the first of which is that half of its stage.
-  template <int HALF>
-  DETKERN_INLINE void gather_node(uint32_t size, uint32_t (&node)[WORDS]) {
-    uint32_t right[WORDS];
-    gather<HALF, true>(node);
-    if (size == 4) {
-      gather<HALF ^ 1, false>(node);
-      gather<HALF, true>(right);
-      gather<HALF ^ 1, false>(right);
-    } else if (size == 3) {
-      gather<HALF ^ 1, true>(right);
-      gather<HALF, false>(right);
-    } else if (size == 2) {
-      gather<HALF ^ 1, true>(right);
+  template <class Meanwhile>
+  DETKERN_INLINE void gather_node(uint32_t size, uint32_t half, uint32_t (&node)[WORDS], const Meanwhile& meanwhile) {
+    if (half == 0) {
+      gather_any<0>(size, node, meanwhile);
     } else {
-      return;
+      gather_any<1>(size, node, meanwhile);
     }
-    add_words(node, right);
-  }
-
-  // The current stage is read: by its second leaf, or by the last leaf of an odd number.
-  DETKERN_INLINE void leave_stage() {
-    ring_.release(position_.stage);
-    position_.step();
   }
 
   // The stage that ended a tile was left with its second leaf empty: nothing is known of the next one.
   DETKERN_INLINE void leave_tile() {
-    leave_stage();
+    ring_.release(position_.stage);
+    position_.step();
     ready_ = false;
   }
 
  private:
+  static constexpr uint32_t ROUND_STAGES = NODE_LEAVES / 2;
+  static constexpr bool ROUND = STAGES % ROUND_STAGES == 0;
+
+  // By comparisons: a jump through a table of addresses waits for the constant that it reads.
+  template <int HALF, class Meanwhile>
+  DETKERN_INLINE void gather_any(uint32_t size, uint32_t (&node)[WORDS], const Meanwhile& meanwhile) {
+    if (size > 6) {
+      if (size == 8) {
+        gather<8, HALF, false>(node, meanwhile);
+      } else {
+        gather<7, HALF, false>(node, meanwhile);
+      }
+    } else if (size > 4) {
+      if (size == 6) {
+        gather<6, HALF, false>(node, meanwhile);
+      } else {
+        gather<5, HALF, false>(node, meanwhile);
+      }
+    } else if (size == 4) {
+      gather<4, HALF, false>(node, meanwhile);
+    } else if constexpr (HALF == 0) {  // of at most three leaves is only a whole tree
+      if (size == 3) {
+        gather<3, HALF, false>(node, meanwhile);
+      } else if (size == 2) {
+        gather<2, HALF, false>(node, meanwhile);
+      } else {
+        gather<1, HALF, false>(node, meanwhile);
+      }
+    }
+  }
+
+  // Gathers a node of SIZE leaves, the first of which is leaf FIRST of a round (IN_ROUND) or half FIRST of the current
+  // stage: the sum of its halves, the left of which is the smaller one.
+  template <int SIZE, int FIRST, bool IN_ROUND, class Meanwhile>
+  DETKERN_INLINE void gather(uint32_t (&node)[WORDS], const Meanwhile& meanwhile) {
+    constexpr int LEFT = SIZE / 2, MIDDLE = IN_ROUND ? FIRST + LEFT : (FIRST + LEFT) % 2;
+    if constexpr (SIZE == 1) {
+      gather_leaf<FIRST, IN_ROUND, true>(node, meanwhile);
+    } else {
+      gather<LEFT, FIRST, IN_ROUND>(node, [] {});
+      if constexpr (SIZE == 2) {
+        gather_leaf<MIDDLE, IN_ROUND, false>(node, meanwhile);
+      } else {
+        uint32_t right[WORDS];
+        gather<SIZE - LEFT, MIDDLE, IN_ROUND>(right, meanwhile);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) node[i] = add_pair<OPERAND>(node[i], right[i]);
+      }
+    }
+  }
+
+  // Rounds the next leaf and adds it to `sum` (ALONE: puts it there).
+  template <int NUMBER, bool IN_ROUND, bool ALONE, class Meanwhile>
+  DETKERN_INLINE void gather_leaf(uint32_t (&sum)[WORDS], const Meanwhile& meanwhile) {
+    constexpr int HALF = NUMBER % 2;
+    Position at = position_;
+    if (IN_ROUND) at.stage = NUMBER / 2 + (ROUND_STAGES == STAGES ? 0 : at.stage);
+    if (HALF == 0) ring_.take(at, ready_);
+    float acc[GROUP_N / 2];
+    wgmma_fence();
+    multiply<true>(acc, at.stage, 2 * HALF);
+    multiply<false>(acc, at.stage, 2 * HALF + 1);
+    wgmma_commit();
+    if (HALF == 1) {
+      Position next = at;
+      next.step();
+      if (!IN_ROUND || NUMBER == 2 * ROUND_STAGES - 1) position_ = next;
+      ready_ = ring_.full_already(next);
+    }
+    meanwhile();
+    wgmma_wait<0>();
+    hold(acc);
+    if (HALF == 1) ring_.release(at.stage);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const uint32_t leaf = round_pair<OPERAND>(acc[2 * i], acc[2 * i + 1]);
+      sum[i] = ALONE ? leaf : add_pair<OPERAND>(sum[i], leaf);
+    }
+  }
+
   template <bool FROM_ZERO>
-  DETKERN_INLINE void multiply(float (&acc)[GROUP_N / 2], int step) const {
+  DETKERN_INLINE void multiply(float (&acc)[GROUP_N / 2], uint32_t stage, int step) const {
+    const uint32_t offset = stage * (StageRing::STAGE_BYTES / 16);
     wgmma<GROUP_N, OPERAND, FROM_ZERO, TileA::TRANSPOSED, TileB::TRANSPOSED>(
-        acc, TileA::descriptor(a_, TileA::offset(0, step)), TileB::descriptor(b_, TileB::offset(0, step)));
+        acc, TileA::descriptor(first_a_ + offset, TileA::offset(0, step)),
+        TileB::descriptor(first_b_ + offset, TileB::offset(0, step)));
   }
 
   StageRing ring_;
   Position position_;
-  bool ready_;  // whether that stage is known to be full: asking takes long enough to do it beforehand
-  uint32_t row_offset_, column_offset_;
-  uint32_t a_, b_;  // low words of descriptors, in the current stage
+  bool ready_;                  // whether that stage is known to be full: asking takes long enough to do it beforehand
+  uint32_t first_a_, first_b_;  // low words of the first stage's descriptors
 };
 
 // Writes outputs of the operands' type to which nothing is added, as the words are but for the contract's + 0. Returns
@@ -179,48 +259,52 @@ DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, u
   named_barrier<CONSUMERS * GROUP>(1);
 }
 
-DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned char* levels_memory, int group,
+DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned char* shared, int group,
                             uint32_t leaf_count) {
   const int row = group % GROUPS_M * 64, column = group / GROUPS_M * GROUP_N;
   Leaves leaves(ring, row, column);
   for (Walk tiles(p); tiles.more(); tiles.step()) {
-    NodeWalk walk(leaf_count);
-    Levels levels(walk.depth() - REGISTER_LEVELS, shared_address(levels_memory), p.scratch);
+    NodeWalk<NODE_LEAVES> walk(leaf_count);
+    Sibling sibling(shared_address(shared) + SIBLING_AT);
+    Levels levels(walk.depth() - 1, shared_address(shared) + LEVELS_AT, p.scratch);
     uint32_t half = 0;  // of its stage, that the next leaf is
+    uint32_t size = walk.size();
+    constexpr int ENDED = 255, LAST = 256, ROUND = 512;
+    int state = leaves.is_round(size, half) ? ROUND : 0;  // in one register
+    // All that is asked of the tree, about the next node as well: chains of dependent instructions, hidden here.
+    const auto meanwhile = [&] {
+      state = walk.nodes_ended() | (walk.at_last_node() ? LAST : 0);
+      walk.step();
+      half ^= size & 1;
+      size = walk.size();
+      state |= leaves.is_round(size, half) ? ROUND : 0;
+      forget(state);
+    };
     uint32_t node[WORDS];
-    uint32_t waiting[REGISTER_LEVELS > 0 ? REGISTER_LEVELS : 1][WORDS];
 #pragma unroll 1
     while (true) {
-      const uint32_t size = walk.size();
-      if (half == 0) {
-        leaves.gather_node<0>(size, node);
+      if (state & ROUND) {
+        leaves.gather_round(node, meanwhile);
       } else {
-        leaves.gather_node<1>(size, node);
+        leaves.gather_node(size, half, node, meanwhile);
       }
-      half ^= size & 1;
-      const int ended = walk.nodes_ended();
-      const bool last = walk.at_last_node();
-#pragma unroll
-      for (int level = 0; level < REGISTER_LEVELS; ++level) {
-        if (level < ended) {
-          // left + right
-#pragma unroll
-          for (int i = 0; i < WORDS; ++i) node[i] = add_pair<OPERAND>(waiting[level][i], node[i]);
-        } else if (level == ended) {
-          copy_words(waiting[level], node);
-        }
+      const int ended = state & ENDED;
+      const bool last = state & LAST;
+      if (ended == 0) {
+        if (last) break;
+        sibling.put(node);
+        continue;
       }
+      sibling.add_to(node);
 #pragma unroll 1
-      for (int level = REGISTER_LEVELS; level < ended; ++level) levels.add(level - REGISTER_LEVELS, node);
-      if (!last && ended >= REGISTER_LEVELS) levels.put(ended - REGISTER_LEVELS, node);
+      for (int level = 0; level < ended - 1; ++level) levels.add(level, node);
       if (last) break;
-      walk.step();
+      levels.put(ended - 1, node);
     }
-
     if (half != 0) leaves.leave_tile();
 
     const OutputTile output = tiles.output();
-    if (!store_words(p, output, row, column, node)) store_through_shared(p, output, levels_memory, node);
+    if (!store_words(p, output, row, column, node)) store_through_shared(p, output, shared + SIBLING_AT, node);
   }
 }
 
@@ -248,6 +332,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   } else {
     take_registers<CONSUMER_REGISTERS>();
     start_consuming<(CONSUMING_WARPS + 1) * 32>();
-    consume(p, ring, shared + LEVELS_AT, group, leaves);
+    consume(p, ring, shared, group, leaves);
   }
 }
