@@ -51,6 +51,8 @@ _TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
 _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
+# Levels of a tree that a kernel keeps there: of nodes of four leaves, or by wgmma of eight and one that waits for its sibling.
+_LEVELS_IN_REGISTERS = {"tree": 0, "tree_mma": 2, "tree_wgmma": 4}
 # `Shared` of pipeline.cuh.
 SHARED_A, SHARED_B = 1, 2
 _GRID_LIMIT = 2**31 - 1  # blocks along x
@@ -236,15 +238,12 @@ def _slab_columns(columns: int, limit: int) -> int:
 
 def _scratch_bytes(tile: Tile, k: int, grid: int) -> int:
     """GemmParams::scratch: a slot a CTA with the levels of a tree that do not fit its shared memory."""
-    if tile.table not in ("tree", "tree_mma", "tree_wgmma"):
+    if tile.table not in _LEVELS_IN_REGISTERS:
         return 0
     leaves = -(-k // 32)
     levels = (max(leaves, 1) - 1).bit_length()  # the ceiling of log2
-    if tile.table != "tree":
-        levels = max(0, levels - 2)  # nodes of up to four leaves stay in registers
-    if tile.table == "tree_wgmma":
-        levels = max(0, levels - 2)  # of up to eight, and one node that waits for its sibling
-    return grid * max(0, levels - tile["SHARED_LEVELS"]) * _level_bytes(tile)
+    outside = levels - _LEVELS_IN_REGISTERS[tile.table] - tile["SHARED_LEVELS"]
+    return grid * max(0, outside) * _level_bytes(tile)
 
 
 def _level_bytes(tile: Tile) -> int:
