@@ -122,7 +122,7 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
     b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
     whole_a, whole_b = bool(launch.maps.whole_boxes & 1), bool(launch.maps.whole_boxes & 2)
     # What produce() derives from the sizes alone.
-    present = a.box_rows if a.mn_rows else min(problem.m, a.box_rows)
+    present = a.box_rows if a.mn_rows or whole_a else min(problem.m, a.box_rows)
     expected = 2 * (a.elements // a.box_rows * present + b.elements)
     batched = [bool(matrix.batch_strides and matrix.batch_strides[0]) for matrix in (problem.a, problem.b)]
     for ctas in _pairs(problem, tile, rng):

@@ -94,6 +94,7 @@ class Tile:
     operands: the types it is for; none: all that the contract takes.
     loads:   the pairs of load paths that it is built for.
     wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it.
+    fills:   whole boxes of A are copied where there are fewer rows, too: one copy a stage, which brings zeros as well.
     """
 
     table: str
@@ -102,6 +103,7 @@ class Tile:
     loads: frozenset[tuple[Load, Load]]
     wave_us: float
     alone_us: float
+    fills: bool = False
 
     @functools.cached_property
     def _values(self) -> dict[str, int]:
@@ -143,6 +145,7 @@ class Tile:
         words = [f"{size}x{self['STAGES']}"]
         words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
+        words += ["filled"] if self.fills else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
         return " ".join(words)
 
@@ -193,8 +196,8 @@ def _table(name: str) -> tuple[Tile, ...]:
     for row in rows:
         operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
         loads, wave = _loads(row.pop("loads")), row.pop("wave_us")
-        alone = row.pop("alone_us", wave)
-        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone))
+        alone, fills = row.pop("alone_us", wave), row.pop("fills", False)
+        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills))
     return tuple(result)
 
 
@@ -380,8 +383,9 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     if shapes is None:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
     out = output_map_shape(problem)
+    present = None if tile.fills and shapes[0].whole else problem.m
     return Maps(
-        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, problem.m, tile.shares == SHARED_A),
+        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
         b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
         out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
     )

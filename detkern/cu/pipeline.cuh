@@ -195,8 +195,8 @@ template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NON
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
   const bool whole_a = p.whole_boxes & WHOLE_A, whole_b = p.whole_boxes & WHOLE_B;
-  // Filling rows outside A takes time, too: its boxes have no more than there are.
-  const int rows_a = TileA::MN_ROWS ? TileA::BOX_ROWS : static_cast<int>(min(p.m, int64_t(TileA::BOX_ROWS)));
+  // Filling rows outside A takes time, too: boxes that are copied one by one have no more than there are.
+  const int rows_a = TileA::MN_ROWS || whole_a ? TileA::BOX_ROWS : static_cast<int>(min(p.m, int64_t(TileA::BOX_ROWS)));
   const int bytes = TileA::BYTES / TileA::BOX_ROWS * rows_a + TileB::BYTES;
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
   const uint32_t rank = SHARED_OPERAND == SHARED_NONE ? 0 : cluster_rank();
