@@ -223,40 +223,6 @@ def test_scratch_of_a_tree_is_its_upper_levels_for_each_cta_that_runs(contract: 
     assert launch_for(_problem(contract, 100, 100, 0), tile, 132).scratch_bytes == 0
 
 
-def _stages_that_start_whole_nodes(leaves: int) -> set[int]:
-    """Where in a ring of four stages, two leaves each, nodes of eight leaves start that start with a stage, over a few
-    tiles in a row: node_walk.cuh's nodes of at most eight."""
-    depth = ((leaves - 1) // 8).bit_length()
-    found, stage = set(), 0
-    for _ in range(4):
-        half = 0
-        for node in range(1 << depth):
-            size = (leaves + sum((node >> bit & 1) << (depth - 1 - bit) for bit in range(depth))) >> depth
-            if size == 8 and half == 0:
-                found.add(stage)
-            stage, half = (stage + (half + size) // 2) % 4, (half + size) % 2
-        stage = (stage + half) % 4
-    return found
-
-
-def test_trees_whose_whole_nodes_start_within_the_ring_go_to_another_tile() -> None:
-    ring, other = (tile for tile in tiles_for(TREE_MMA16, BF16) if tile.table == "tree_wgmma")
-    refused = set()
-    for leaves in range(1, 600):
-        problem = _problem(TREE_MMA16, 4096, 4096, 32 * leaves - leaves % 4 * 8)
-        loads = geometry.load_paths(problem)
-        assert geometry.takes(problem, other, loads)
-        if not geometry.takes(problem, ring, loads):
-            refused.add(leaves)
-            assert str(choose(problem, HOPPER, 132).tile) == str(other)
-            with pytest.raises(DeviceError, match="nodes of seven and of eight leaves"):
-                launch_for(problem, ring, 132)
-        else:
-            assert _stages_that_start_whole_nodes(leaves) <= {0}, leaves
-    assert {30, 60, 62, 114, 126, 480} <= refused
-    assert not refused & {8, 16, 32, 64, 128, 256, 448, 112, 160, 192, 224, 129}
-
-
 def test_labels_tell_the_tiles_of_a_contract_apart() -> None:
     """tuned.json names tiles by them."""
     for contract in KERNELS:

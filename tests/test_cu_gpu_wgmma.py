@@ -170,6 +170,33 @@ def test_every_tile_has_the_general_kernels_bits(contract: Contract, dtype: DTyp
     assert [what for what, count in differences if int(count)] == []
 
 
+@pytest.mark.parametrize("first", range(1, 141, 20))
+def test_trees_of_every_number_of_leaves(first: int) -> None:
+    """Nodes of all sizes in every place of the ring: what a tile leaves there is where the next one starts."""
+    import cupy
+
+    m, n = 200, 264
+    differences: list[tuple[str, Any]] = []
+    for leaves in range(first, first + 20):
+        k = 32 * leaves - leaves % 4 * 8
+        a = Placed(operands.generate("normal", BF16, (m, k), 95), "rows").view
+        b = Placed(operands.generate("normal", BF16, (k, n), 96), "columns").view
+        wanted, out = output((m, n), BF16, "rows"), output((m, n), BF16, "rows")
+        problem = gemm_problem(TREE_MMA16, a, b, out.view, None, False)
+        loads = load_paths(problem)
+        tiles = tiles_here(problem, loads)
+        run(TREE_MMA16, a, b, wanted.view, tile=_general(tiles))
+        fresh = out.memory.copy()
+        for tile, grid in itertools.product((tile for tile in tiles if tile.by_tma), (1, None)):
+            cupy.copyto(out.memory, fresh)
+            run(TREE_MMA16, a, b, out.view, tile=tile, grid=grid)
+            differences.append(
+                (f"{tile}, {leaves} leaves, grid {grid}", cupy.count_nonzero(out.memory != wanted.memory))
+            )
+    assert len(differences) == 20 * 2 * 2
+    assert [what for what, count in differences if int(count)] == []
+
+
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
 def test_the_general_kernel_has_the_replays_bits(contract: Contract, dtype: DType) -> None:
     """On these operands too, so that what the tiles are held to is the contract."""

@@ -322,16 +322,6 @@ def _has_rows_to_share(problem: GemmProblem, tile: Tile) -> bool:
     return not tile.shares or problem.m >= tile["TILE_M"]
 
 
-def _rounds_start_the_ring(problem: GemmProblem, tile: Tile) -> bool:
-    """Whether every node of eight leaves starts with the ring's first stage, where tree_wgmma.cu's tiles of four stages
-    take it to be. Nodes have the size of one another or one leaf more; between two of eight there are none of seven."""
-    if tile.table != "tree_wgmma" or tile["STAGES"] % 4:
-        return True
-    leaves = -(-problem.k // 32)
-    nodes = 1 << max(0, (leaves - 1) // 8).bit_length()
-    return leaves % nodes == 0 or -(-leaves // nodes) < 8
-
-
 def launch_for(
     problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load] | None = None
 ) -> Launch:
@@ -339,8 +329,6 @@ def launch_for(
     load_a, load_b = loads or load_paths(problem)
     if not _has_rows_to_share(problem, tile):
         raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
-    if not _rounds_start_the_ring(problem, tile):
-        raise DeviceError(f"tile {tile} is not for trees with nodes of seven and of eight leaves, as {problem} has")
     cluster = _cluster(problem, tile)
     # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
     # run at once, each of which walks over several tiles.
@@ -366,7 +354,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
         return False
     if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
         return False
-    if not (_has_rows_to_share(problem, tile) and _rounds_start_the_ring(problem, tile)):
+    if not _has_rows_to_share(problem, tile):
         return False
     return not tile.by_tma or (
         available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None

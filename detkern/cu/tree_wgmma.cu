@@ -99,7 +99,7 @@ class Leaves {
   // stage's number divides by a round's stages. Where its stages lie is known but for one address, and altogether where
   // the ring is a round.
   DETKERN_INLINE bool is_round(uint32_t size, uint32_t half) const {
-    return ROUND && size == NODE_LEAVES && half == 0 && (ROUND_STAGES == STAGES || position_.stage % ROUND_STAGES == 0);
+    return ROUND && size == NODE_LEAVES && half == 0 && position_.stage % ROUND_STAGES == 0;
   }
 
   // Gathers a node that is_round. meanwhile: what there is to do while its last products are on their way.
