@@ -103,8 +103,9 @@ def test_ten_thousand_repetitions_give_one_result(contract: Contract, tile: geom
     from detkern.cu import launch
 
     cu_device.skip_without_wgmma()
-    m, n, k = tile["TILE_M"] if tile["TILE_M"] < 64 else 300, 264, 1100
-    line = 1104
+    # Of the tree: nodes of seven and of eight leaves.
+    m, n, k = tile["TILE_M"] if tile["TILE_M"] < 64 else 300, 264, 4000 if contract == TREE_MMA16 else 1100
+    line = k // 8 * 8 + 8
     a, b = operands.generate("normal", BF16, (m, k), 6), operands.generate("normal", BF16, (k, n), 7)
     expected = replay(contract, a, b)
     x, w = cupy.full((m, line), POISON, np.uint16), cupy.full((n, line), POISON, np.uint16)

@@ -53,6 +53,8 @@ class Case:
 def _kind(tile: geometry.Tile) -> str:
     if tile["TILE_M"] < 64:
         return "few rows"
+    if tile.table == "tree_wgmma":
+        return "a round" if tile["STAGES"] == 4 else "no rounds"
     shares = ("plain", "a shared", "b shared")[tile.shares]
     return f"{shares} in turn" if tile.get("IN_TURN", 0) else shares
 
@@ -65,7 +67,9 @@ CASES = [
     Case(MMA16, "a shared", 1024, 4096),  # lines of whole boxes
     Case(MMA16, "b shared", 1024, 4096),
     Case(MMA16, "b shared in turn", 1000, 4104),
-    Case(TREE_MMA16, "plain", 1000, 4104),
+    # Nodes of seven and of eight leaves, from either half of a stage on, and 63 stages a tile.
+    Case(TREE_MMA16, "a round", 1000, 4000),
+    Case(TREE_MMA16, "no rounds", 1000, 4000),
 ]
 PARAMETERS = [(case, dtype) for case in CASES for dtype in (BF16, F16)]
 

@@ -67,6 +67,8 @@ SIZES = (
     (1, 264, 7),
     (1, 1000, 2600),
     (7, 9, 33),
+    (7, 264, 512),
+    (1, 1000, 2560),
     (16, 520, 100),
     (15, 1, 3000),
     (31, 136, 520),
@@ -170,20 +172,21 @@ def test_every_tile_has_the_general_kernels_bits(contract: Contract, dtype: DTyp
     assert [what for what, count in differences if int(count)] == []
 
 
-@pytest.mark.parametrize("first", range(1, 141, 20))
-def test_trees_of_every_number_of_leaves(first: int) -> None:
+@pytest.mark.parametrize("loads", LOADS, ids=lambda loads: "-".join(load.name for load in loads))
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_trees_of_every_number_of_leaves(dtype: DType, loads: tuple[Load, Load]) -> None:
     """Nodes of all sizes in every place of the ring: what a tile leaves there is where the next one starts."""
     import cupy
 
     m, n = 200, 264
     differences: list[tuple[str, Any]] = []
-    for leaves in range(first, first + 20):
+    numbers = range(1, 141) if (dtype, loads) == (BF16, LOADS[0]) else (3, 14, 30, 62, 125)
+    for leaves in numbers:
         k = 32 * leaves - leaves % 4 * 8
-        a = Placed(operands.generate("normal", BF16, (m, k), 95), "rows").view
-        b = Placed(operands.generate("normal", BF16, (k, n), 96), "columns").view
-        wanted, out = output((m, n), BF16, "rows"), output((m, n), BF16, "rows")
+        a = Placed(operands.generate("normal", dtype, (m, k), 95), MODES[loads[0]][0]).view
+        b = Placed(operands.generate("normal", dtype, (k, n), 96), MODES[loads[1]][1]).view
+        wanted, out = output((m, n), dtype, "rows"), output((m, n), dtype, "rows")
         problem = gemm_problem(TREE_MMA16, a, b, out.view, None, False)
-        loads = load_paths(problem)
         tiles = tiles_here(problem, loads)
         run(TREE_MMA16, a, b, wanted.view, tile=_general(tiles))
         fresh = out.memory.copy()
@@ -193,7 +196,7 @@ def test_trees_of_every_number_of_leaves(first: int) -> None:
             differences.append(
                 (f"{tile}, {leaves} leaves, grid {grid}", cupy.count_nonzero(out.memory != wanted.memory))
             )
-    assert len(differences) == 20 * 2 * 2
+    assert len(differences) == len(numbers) * 2 * 2
     assert [what for what, count in differences if int(count)] == []
 
 

@@ -88,6 +88,8 @@ class Sibling {
 // written out, so that little more than the products, roundings and sums remains of it.
 class Leaves {
  public:
+  static constexpr bool HAS_ROUNDS = STAGES % (NODE_LEAVES / 2) == 0;
+
   // row, column: of the group's outputs in the tile.
   DETKERN_INLINE Leaves(const StageRing& ring, int row, int column)
       : ring_(ring),
@@ -99,7 +101,7 @@ class Leaves {
   // stage's number divides by a round's stages. Where its stages lie is known but for one address, and altogether where
   // the ring is a round.
   DETKERN_INLINE bool is_round(uint32_t size, uint32_t half) const {
-    return ROUND && size == NODE_LEAVES && half == 0 && position_.stage % ROUND_STAGES == 0;
+    return HAS_ROUNDS && size == NODE_LEAVES && half == 0 && position_.stage % ROUND_STAGES == 0;
   }
 
   // Gathers a node that is_round. meanwhile: what there is to do while its last products are on their way.
@@ -127,7 +129,6 @@ class Leaves {
 
  private:
   static constexpr uint32_t ROUND_STAGES = NODE_LEAVES / 2;
-  static constexpr bool ROUND = STAGES % ROUND_STAGES == 0;
 
   // By comparisons: a jump through a table of addresses waits for the constant that it reads.
   template <int HALF, class Meanwhile>
@@ -283,7 +284,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned
     uint32_t node[WORDS];
 #pragma unroll 1
     while (true) {
-      if (state & ROUND) {
+      if (Leaves::HAS_ROUNDS && (state & ROUND)) {
         leaves.gather_round(node, meanwhile);
       } else {
         leaves.gather_node(size, half, node, meanwhile);
