@@ -224,6 +224,21 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
         assert name != "BRA.U.ANY", "a loop over the threads around a copy that one thread makes"
         assert name != "MEMBAR.ALL.GPU" or not case.tile.by_tma, "an arrival at a cluster's barrier with a fence"
         _check_instruction(name)
+    if case.tile.table == "mma_wgmma" and case.tile["TILE_M"] * case.tile["TILE_N"] < 128 * 192:
+        # Larger products take longer than what they wait for there.
+        loop = _main_loop(code)
+        assert any(name.startswith("HGMMA") for name in loop)
+        assert not {"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop), "what products read is not in uniform registers"
+
+
+def _main_loop(code: str) -> list[str]:
+    """The instructions of mma_wgmma.cu's loop over stages, which always has one in flight."""
+    lines = re.findall(r"^(\.L_x_\d+):|^\s+/\*[0-9a-f]{4,}\*/\s+([^;]+);", code, re.MULTILINE)
+    waits = next(i for i, (_, text) in enumerate(lines) if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in text)
+    end = next(i for i in range(waits, len(lines)) if "BRA" in lines[i][1])
+    start = lines.index((re.search(r"\.L_x_\d+", lines[end][1])[0], ""))
+    assert start < waits
+    return _instructions("\n".join(f"  /*0000*/ {text};" for _, text in lines[start : end + 1] if text))
 
 
 def _needed(case: Case) -> list[str]:

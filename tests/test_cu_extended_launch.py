@@ -217,7 +217,8 @@ def test_a_product_on_hopper_goes_through_the_extended_launch(bindings: cu_drive
         problem = gemm_problem(MMA16, *_views(out_dtype=out_dtype), bias, False)
         assert chosen.maps is not None
         assert (chosen.maps.out is not None) == (out_dtype == BF16)
-        assert one.params[40:] == launch.pack_params(problem, chosen.maps)
+        assert chosen.prefetch_bytes > 0
+        assert one.params[40:] == launch.pack_params(problem, chosen.maps, chosen.prefetch_bytes)
         assert one.configuration.hStream == 0x1234
     assert runtime.device == 0, "the earlier device is current again"
 

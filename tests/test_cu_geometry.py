@@ -270,6 +270,37 @@ def test_a_tile_whose_ctas_share_an_operand_is_not_launched_for_fewer_rows() -> 
         launch_for(problem, shared, 132)
 
 
+def test_a_cta_asks_ahead_for_a_part_of_what_it_reads_of_b() -> None:
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    tile = next(tile for tile in _by_tma() if str(tile) == "32x64x128x8")
+    for m, n, k, kib in (
+        (1, 8192, 512, 32),  # of 64 KiB
+        (32, 8192, 1024, 32),  # of 128
+        (1, 8192, 1536, 64),  # of 192
+        (1, 8192, 2048, 64),  # of 256
+        (1, 8192, 7168, 128),  # of 896
+        (1, 16384, 1024, 64),  # two tiles of 128
+        (33, 8192, 7168, 32),  # two rows of tiles read the same
+        (1, 12 * 132 - 8, 7168, 32),  # the chain takes longer than memory
+        (1, 12 * 132, 7168, 128),
+    ):
+        assert launch_for(_laid_out(MMA16, m, n, k, both), tile, 132).prefetch_bytes == kib * 1024
+    shared = next(tile for tile in _by_tma() if tile.shares and both in tile.loads)
+    assert launch_for(_laid_out(MMA16, shared["TILE_M"], 8192, 14336, both), shared, 132).prefetch_bytes == 32 * 1024
+
+
+def test_kernels_that_do_not_ask_ahead_are_told_of_nothing() -> None:
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    for contract in (MMA16, TREE_MMA16):
+        problem = _laid_out(contract, 256, 4096, 4096, both)
+        for tile in tiles_for(contract, BF16):
+            if takes(problem, tile, both):
+                asks = launch_for(problem, tile, 132).prefetch_bytes > 0
+                assert asks == (tile.table == "mma_wgmma")
+        batched = _laid_out(contract, 256, 4096, 4096, both, batch=(2,))
+        assert choose(batched, HOPPER, 132).prefetch_bytes == 0
+
+
 def test_a_single_column_is_no_broken_line() -> None:
     """Its stride is nothing's distance: the tile of one column is that of eight."""
     both = (Load.K_MAJOR, Load.K_MAJOR)

@@ -234,14 +234,14 @@ def _layouts(loads: tuple[Load, Load]) -> list[tuple[str, tuple[int, ...], tuple
 def test_batches_by_every_tile(contract: Contract, dtype: DType, loads: tuple[Load, Load]) -> None:
     import cupy
 
-    for (batch, m, n, k), out_dtype in itertools.product(
-        ((5, 16, 72, 136), (3, 136, 264, 328), (3, 320, 256, 384)), (dtype, F32)
+    for (batch, m, n, k), (out_dtype, with_bias) in itertools.product(
+        ((5, 16, 72, 136), (3, 136, 264, 328), (3, 320, 256, 384)), ((dtype, True), (dtype, False), (F32, False))
     ):
         a = operands.generate("normal", dtype, (batch, m, k), 95)
         b = operands.generate("normal", dtype, (batch, k, n), 96)
         start = np.stack([_start(m, n) for _ in range(batch)]) if out_dtype == F32 else None
         initial = np.full((batch, m, n), 0xFFAD, np.uint16).view(dtype.numpy) if start is None else start
-        bias = vector(operands.generate("normal", F32, (n,), 97)) if start is None else None
+        bias = vector(operands.generate("normal", F32, (n,), 97)) if with_bias else None
         for what, a_axes, b_axes, out_axes in _layouts(loads):
             left = batched(a, dtype, a_axes)
             if b_axes is None:

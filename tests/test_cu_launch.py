@@ -61,7 +61,7 @@ def test_every_field_is_where_the_header_says() -> None:
     out = _view((*batch, 7, 9), (-900, 150, 1, 19), F16, 0)
     bias = _view((9,), (-3,), F32, 0)
     problem = gemm_problem(FMA, a, b, out, bias, False)
-    block = struct.pack("<5Q", 1, 2, 3, 4, 5) + launch.pack_params(problem)
+    block = struct.pack("<5Q", 1, 2, 3, 4, 5) + launch.pack_params(problem, prefetch_bytes=65536)
     found = {name: struct.unpack_from(form, block, offset) for name, (offset, form) in fields.items()}
     rest = (0,) * 6
     assert found == {
@@ -69,6 +69,7 @@ def test_every_field_is_where_the_header_says() -> None:
         "m": (7,), "n": (9,), "k": (11,),
         "a_row": (13,), "a_col": (1,), "b_row": (17,), "b_col": (2,), "out_row": (1,), "out_col": (19,),
         "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_by_tma": (0,), "whole_boxes": (0,),
+        "prefetch_bytes": (65536,),
         "batch_shape": (*batch, *rest), "a_batch": (1000, 200, *rest), "b_batch": (0, 300, *rest),
         "out_batch": (-900, 150, *rest),
     }  # fmt: skip

@@ -53,6 +53,10 @@ _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
 # Levels of a tree that a kernel keeps there: of nodes of four leaves, or by wgmma of eight and one that waits for its sibling.
 _LEVELS_IN_REGISTERS = {"tree": 0, "tree_mma": 2, "tree_wgmma": 4}
+# Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below which a
+# chain takes longer than memory.
+_PREFETCH_UNIT = 32 * 1024
+_COLUMNS_OF_A_CHAIN = 12
 # `Shared` of pipeline.cuh.
 SHARED_A, SHARED_B = 1, 2
 _GRID_LIMIT = 2**31 - 1  # blocks along x
@@ -167,7 +171,7 @@ class Maps:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps: where the
-    kernel takes them."""
+    kernel takes them. prefetch_bytes: of B, that each CTA asks the L2 cache for while the grid before still ends."""
 
     tile: Tile
     build: KernelBuild
@@ -178,6 +182,7 @@ class Launch:
     scratch_bytes: int
     cluster: int = 1
     maps: Maps | None = None
+    prefetch_bytes: int = 0
 
 
 def _loads(text: str | list[str]) -> frozenset[tuple[Load, Load]]:
@@ -345,7 +350,20 @@ def launch_for(
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
         cluster=cluster,
         maps=_maps(problem, tile, load_a, load_b) if tile.by_tma else None,
+        prefetch_bytes=_prefetch_bytes(problem, tile, grid, multiprocessors),
     )
+
+
+def _prefetch_bytes(problem: GemmProblem, tile: Tile, grid: int, multiprocessors: int) -> int:
+    """Launch.prefetch_bytes: a quarter of what the CTA reads of B in all, from 32 to 128 KiB (docs/hopper.md). 32 where
+    other CTAs ask for the same columns, and where a chain takes longer than memory: its first operands come behind the rest.
+    """
+    if tile.table != "mma_wgmma" or problem.batch:
+        return 0
+    if tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
+        return _PREFETCH_UNIT
+    read = 2 * problem.k * tile["TILE_N"] * -(-_tile_count(problem, tile) // grid)
+    return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
 
 
 def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:

@@ -29,17 +29,17 @@ __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Plan", "enqueue", "launch", "pack_
 MAX_BATCH_RANK = 8
 
 # GemmParams of params.cuh: five pointers, then sizes, strides, codes and the batch, which a plan has packed.
-_FIELDS = struct.Struct(f"<10q6i{4 * MAX_BATCH_RANK}q")
+_FIELDS = struct.Struct(f"<11q6i{4 * MAX_BATCH_RANK}q")
 _BLOCK = struct.Struct(f"<5Q{_FIELDS.size}s")
 PARAMS_BYTES = _BLOCK.size
 
 _PLANS = 4096  # kept at most; a plan is about 1 KiB
 
 
-def pack_params(problem: GemmProblem, maps: Maps | None = None) -> bytes:
+def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: int = 0) -> bytes:
     """GemmParams after its pointers. Of more than MAX_BATCH_RANK batch dimensions, the last ones.
 
-    maps: of a launch whose kernel takes them.
+    maps, prefetch_bytes: a launch's.
     """
     rank = min(len(problem.batch), MAX_BATCH_RANK)
     padding = (0,) * (MAX_BATCH_RANK - rank)
@@ -51,6 +51,7 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None) -> bytes:
         b.row_stride, b.col_stride,
         out.row_stride, out.col_stride,
         0 if bias is None else bias.stride,
+        prefetch_bytes,
         out.dtype.code,
         0 if bias is None else bias.dtype.code,
         int(problem.accumulate),
@@ -93,7 +94,7 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
     outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
     offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
-    return Plan(kernel.ptr, chosen, pack_params(problem, chosen.maps), offsets, extended)
+    return Plan(kernel.ptr, chosen, pack_params(problem, chosen.maps, chosen.prefetch_bytes), offsets, extended)
 
 
 def _new_plan(problem: GemmProblem, stream: int, chosen: Launch | None) -> Plan:

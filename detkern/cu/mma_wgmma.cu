@@ -66,6 +66,9 @@ constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
 
 constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
 constexpr bool TILE_KEPT = BLOCKS_M * TILE_N <= 128;   // where the output is, while products are computed
+// Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
+constexpr bool FROM_REGISTERS = TILE_M <= 64 && TILE_KEPT;
+constexpr int MOST_UNBOXED_ROWS = 16;
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
@@ -227,10 +230,13 @@ DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out,
   }
 }
 
+DETKERN_INLINE uint32_t warp_slab(unsigned char* slabs) {
+  return shared_address(slabs) + thread_index() / 32 * SLAB_BYTES;
+}
+
 // Finishes and writes 64 rows, the first of which is tile.row.
 DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, unsigned char* slabs,
                            Accumulators& acc) {
-  const uint32_t slab = shared_address(slabs) + thread_index() / 32 * SLAB_BYTES;
   if (!OUT_TMA && !p.out_by_tma) {
     WarpOutput output(p, slabs, tile);
     // Rolled, but for the accesses to the accumulators, which are registers.
@@ -261,9 +267,65 @@ DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const 
     }
   }
   if (p.out_dtype == F16) {
-    store_rounded<F16>(p, map_out, tile, slab, acc);
+    store_rounded<F16>(p, map_out, tile, warp_slab(slabs), acc);
   } else {
-    store_rounded<BF16>(p, map_out, tile, slab, acc);
+    store_rounded<BF16>(p, map_out, tile, warp_slab(slabs), acc);
+  }
+}
+
+// Outputs of a thread that go from its registers to memory, rounded: where that is, worked out before they are there.
+class RegisterOutput {
+ public:
+  // row: of the group in the tile.
+  DETKERN_INLINE RegisterOutput(const GemmParams& p, const OutputTile& tile, int row) {
+    if constexpr (!FROM_REGISTERS) return;
+    const int thread = thread_index(), lane = thread % 32;
+    const int64_t first_row = tile.row + row + thread % GROUP / 32 * 16 + lane / 4;
+    const int64_t batch = p.batch_rank == 0 ? 0 : tile.batch * p.out_batch[0];  // a map has one batch dimension
+    target_ = static_cast<uint16_t*>(p.out) + batch + first_row * p.out_row + tile.column + lane % 4 * 2;
+    next_ = 8 * p.out_row;
+    columns_ = clamp(p.n - tile.column, TILE_N);
+    rows_ = has_rows() ? clamp((p.m - first_row + 7) / 8, 2) : 0;
+    asm volatile("" : "+l"(target_), "+l"(next_), "+r"(columns_), "+r"(rows_));
+  }
+
+  DETKERN_INLINE void store(const Accumulators& acc) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half >= rows_) break;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        if (8 * j < columns_) {
+          *reinterpret_cast<uint32_t*>(target_ + half * next_ + 8 * j) = word<OPERAND>(acc, j, half);
+        }
+      }
+    }
+  }
+
+ private:
+  uint16_t* target_;
+  int64_t next_;        // from a row to the eighth after it
+  int columns_, rows_;  // in the output
+};
+
+// Fetches the outputs that a product starts from. tile: of the first block of 64 rows.
+DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned char* slabs,
+                                  Accumulators (&acc)[BLOCKS_M]) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS_M; ++block) {
+    if (!has_rows()) continue;
+    WarpOutput output(p, slabs, tile);
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+      output.fetch(0);
+#pragma unroll
+      for (int b = 0; b < PARTS; ++b) {
+        if (b == part) output.take(acc[block][b]);
+      }
+      __syncwarp();
+      output.move(SLAB_N);
+    }
+    tile.row += 64;
   }
 }
 
@@ -280,26 +342,22 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
       forget(kept.row);
       forget(kept.column);
     }
-    Accumulators acc[BLOCKS_M] = {};
-    if (!OUT_TMA && p.accumulate) {
-#pragma unroll
-      for (int block = 0; block < BLOCKS_M; ++block) {
-        if (!has_rows()) continue;
-        OutputTile tile = walk.output();
-        tile.row += row + 64 * block;
-        WarpOutput output(p, slabs, tile);
-#pragma unroll 1
-        for (int part = 0; part < PARTS; ++part) {
-          output.fetch(0);
-#pragma unroll
-          for (int b = 0; b < PARTS; ++b) {
-            if (b == part) output.take(acc[block][b]);
-          }
-          __syncwarp();
-          output.move(SLAB_N);
-        }
-      }
+    Walk next = walk;
+    next.step();
+    int last = !next.more();
+    int only_rounded = p.out_by_tma && p.out_dtype == OPERAND && p.bias_dtype == NONE;
+    if (!IN_TURN) {  // where the loop below would lose its uniform registers by it
+      forget(last);
+      forget(only_rounded);
     }
+    const RegisterOutput registers_out(p, kept, row);
+    const auto tile_of = [&](int block) {
+      OutputTile tile = TILE_KEPT ? kept : walk.output();
+      tile.row += row + 64 * block;
+      return tile;
+    };
+    Accumulators acc[BLOCKS_M] = {};
+    if (!OUT_TMA && p.accumulate) fetch_outputs(p, tile_of(0), slabs, acc);
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
@@ -311,12 +369,23 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     if (IN_TURN) position.advance(blocks);
 
+    // What is usual stands here, right behind the products, with an end of its own: instructions that lie elsewhere are
+    // no longer in a cache when a grid has read its operands, and each line of them takes as long as memory.
+    if (__builtin_expect(only_rounded, 1)) {
+      if (FROM_REGISTERS && (!BOXED || p.m <= MOST_UNBOXED_ROWS)) {
+        registers_out.store(acc[0]);
+      } else {
 #pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) {
-      OutputTile tile = TILE_KEPT ? kept : walk.output();
-      tile.row += row + 64 * block;
-      finish(p, map_out, tile, slabs, acc[block]);
+        for (int block = 0; block < BLOCKS_M; ++block) {
+          store_rounded<OPERAND>(p, map_out, tile_of(block), warp_slab(slabs), acc[block]);
+        }
+      }
+      if (IN_TURN || !last) continue;
+      if (BOXED && elected()) store_tensor_wait_read();
+      return;
     }
+#pragma unroll
+    for (int block = 0; block < BLOCKS_M; ++block) finish(p, map_out, tile_of(block), slabs, acc[block]);
   }
   if (BOXED && elected()) store_tensor_wait_read();
 }
@@ -325,17 +394,14 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
 // and memory is idle then; the cache is coherent, so whatever that grid may yet write to B is what is read afterwards.
 // The CTA of a pair that has no tile finds its column outside the output and asks for nothing.
 DETKERN_INLINE void prefetch_b(const GemmParams& p) {
-  constexpr int LINES = (TILE_M <= 32 ? 65536 : 32768) / ATOM_ROW_BYTES;  // half and twice as many were slower
   constexpr bool ALONG_K = LOAD_B == K_MAJOR;
-  constexpr int WIDTH = ALONG_K ? LINES / TILE_N : TILE_N / ATOM;  // lines beside one another
-  if (WIDTH == 0) return;
+  constexpr int ROWS = ALONG_K ? TILE_N : TILE_N / ATOM;  // lines at each k, the lowest k of all first
+  const int count = static_cast<int>(p.prefetch_bytes) / (ROWS * ATOM_ROW_BYTES) * ROWS;
   const OutputTile tile = Walk(p).output();
-  const int64_t stride = ALONG_K ? p.b_col : p.b_row;
   const uint16_t* first = static_cast<const uint16_t*>(p.b) + tile.column * p.b_col;
-  for (int i = thread_index(); i < (ALONG_K ? TILE_N : LINES / WIDTH) * WIDTH; i += CONSUMING_WARPS * 32) {
-    const int row = i / WIDTH, line = i % WIDTH * ATOM;
-    const bool there = ALONG_K ? tile.column + row < p.n && line < p.k : row < p.k && tile.column + line < p.n;
-    if (there) prefetch_l2(first + row * stride + line);
+  for (int i = thread_index(); i < count; i += CONSUMING_WARPS * 32) {
+    const int k = ALONG_K ? i / ROWS * ATOM : i / ROWS, column = ALONG_K ? i % ROWS : i % ROWS * ATOM;
+    if (k < p.k && tile.column + column < p.n) prefetch_l2(first + k * p.b_row + column * p.b_col);
   }
 }
 
@@ -356,10 +422,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     }
     ring.init(CONSUMING_WARPS / TURNS);
     start_producing<STARTING_THREADS, CTAS>();
-    if (elected()) produce<TileA, TileB, TILE_K, SHARES>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+    if (elected()) {
+      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+    }
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-    if (p.batch_rank == 0) prefetch_b(p);
+    if (p.batch_rank == 0) prefetch_b(p);  // without this test the main loop would lose its uniform registers
     start_consuming<STARTING_THREADS, CTAS>();
     consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
   }

@@ -189,9 +189,11 @@ DETKERN_INLINE void start_consuming() {
   if constexpr (CTAS > 1) cluster_wait();
 }
 
-// Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread.
-template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NONE, class RingType, class Position,
-          class Walk>
+// Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. WAITS_IN_LOOP: for the
+// earlier grid only where the first copy starts, so that all instructions before it are there already; a test each time
+// that large tiles have no time for.
+template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NONE, bool WAITS_IN_LOOP = false,
+          class RingType, class Position, class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
   const bool whole_a = p.whole_boxes & WHOLE_A, whole_b = p.whole_boxes & WHOLE_B;
@@ -204,7 +206,8 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
   OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with
   forget(tile.row);
   forget(tile.column);
-  wait_for_earlier_grid();
+  bool waits = WAITS_IN_LOOP && walk.more();
+  if (!waits) wait_for_earlier_grid();
   while (walk.more()) {
 #pragma unroll 1
     for (uint32_t block = 0; block < blocks; ++block) {
@@ -212,6 +215,8 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       jitter(block);
       const uint32_t full = ring.full(position.stage);
       mbarrier_arrive_expecting(full, bytes);
+      if (WAITS_IN_LOOP && waits) wait_for_earlier_grid();
+      waits = false;
       const int batch_of_a = batch_a ? tile.batch : 0, batch_of_b = batch_b ? tile.batch : 0, k = block * BLOCK_K;
       if constexpr (SHARED_OPERAND == SHARED_B) {
         TileB::template copy<Copy::TO_BOTH>(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b,
