@@ -9,6 +9,7 @@ machine does not count. Ends with status 1 if a target is missed.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import json
@@ -226,6 +227,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     from detkern.cpu.threads import available
 
+    argparse.ArgumentParser(description="Time the CPU backend against NumPy, and record it.").parse_args()
     counts = sorted({1, available()})
     rows = [row for threads in counts for row in in_child("measure", threads, threads)]
     rows += in_child("measure_memory", counts[-1], 1)
