@@ -233,12 +233,11 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
 
 def _main_loop(code: str) -> list[str]:
     """The instructions of mma_wgmma.cu's loop over stages, which always has one in flight."""
-    lines = re.findall(r"^(\.L_x_\d+):|^\s+/\*[0-9a-f]{4,}\*/\s+([^;]+);", code, re.MULTILINE)
-    waits = next(i for i, (_, text) in enumerate(lines) if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in text)
-    end = next(i for i in range(waits, len(lines)) if "BRA" in lines[i][1])
-    start = lines.index((re.search(r"\.L_x_\d+", lines[end][1])[0], ""))
+    waits = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    back = re.compile(r"BRA `\((\.L_x_\d+)\)").search(code, waits)
+    start = code.index(f"\n{back[1]}:")
     assert start < waits
-    return _instructions("\n".join(f"  /*0000*/ {text};" for _, text in lines[start : end + 1] if text))
+    return _instructions(code[start : back.end()])
 
 
 def _needed(case: Case) -> list[str]:
