@@ -224,20 +224,37 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
         assert name != "BRA.U.ANY", "a loop over the threads around a copy that one thread makes"
         assert name != "MEMBAR.ALL.GPU" or not case.tile.by_tma, "an arrival at a cluster's barrier with a fence"
         _check_instruction(name)
-    if case.tile.table == "mma_wgmma" and case.tile["TILE_M"] * case.tile["TILE_N"] < 128 * 192:
-        # Larger products take longer than what they wait for there.
-        loop = _main_loop(code)
+    if case.tile.table == "mma_wgmma":
+        _check_loops(case.tile, code)
+
+
+def _check_loops(tile: Tile, code: str) -> None:
+    """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but for
+    the largest tiles' outputs of any kind, which take longer than what they wait for there; and behind the products of the
+    usual ones, only rounded, the kernel ends soon: lines of instructions that come next come from memory."""
+    loops = list(_main_loops(code))
+    assert len(loops) == (2 if tile["OUT_TMA"] else 3)
+    large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
+    slow = 0
+    for loop, _ in loops:
         assert any(name.startswith("HGMMA") for name in loop)
-        assert not {"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop), "what products read is not in uniform registers"
+        slow += bool({"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop))
+    assert slow <= int(large and not tile["OUT_TMA"]), "what products read is not in uniform registers"
+    columns = tile["TILE_N"] * max(1, tile["GROUP_M"] // 64)
+    assert min(end for _, end in loops) <= 100 + columns, "the outputs' instructions lie elsewhere"
 
 
-def _main_loop(code: str) -> list[str]:
-    """The instructions of mma_wgmma.cu's loop over stages, which always has one in flight."""
-    waits = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
-    back = re.compile(r"BRA `\((\.L_x_\d+)\)").search(code, waits)
-    start = code.index(f"\n{back[1]}:")
-    assert start < waits
-    return _instructions(code[start : back.end()])
+def _main_loops(code: str) -> Iterator[tuple[list[str], int]]:
+    """The instructions of each loop over stages, which always has one in flight, and how many there are from its end to the
+    next EXIT."""
+    for wait in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", code):
+        back = re.compile(r"BRA `\((\.L_x_\d+)\)").search(code, wait.end())
+        assert back
+        start = code.index(f"\n{back[1]}:")
+        assert start < wait.start()
+        end = re.compile(r"\bEXIT\b").search(code, back.end())
+        assert end
+        yield _instructions(code[start : back.end()]), len(_instructions(code[back.end() : end.end()]))
 
 
 def _needed(case: Case) -> list[str]:

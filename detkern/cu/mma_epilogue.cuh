@@ -1,12 +1,13 @@
 // Between the warps' fragments of an output tile and global memory, for the tensor-core kernels.
 //
-// Each warp moves 16 rows at a time through a slab of shared memory, so that neighbouring lanes take neighbouring
-// columns (or rows, where the output's columns are what is contiguous) and whole sectors are read and written. The loop
-// over these blocks stays rolled, to keep the code small; only the accesses to the fragments, which are registers, are
-// written out for each block.
+// OutputSlab: each warp moves 16 rows at a time through a slab of shared memory, so that neighbouring lanes take
+// neighbouring columns (or rows, where the output's columns are what is contiguous) and whole sectors are read and
+// written. The loop over these blocks stays rolled, to keep the code small; only the accesses to the fragments, which
+// are registers, are written out for each block. RowPair: 16-bit outputs of Hopper's kernels.
 #pragma once
 
 #include "epilogue.cuh"
+#include "load.cuh"
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
 // + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next
@@ -149,4 +150,47 @@ class OutputSlab {
   int64_t column_;
   int lane_;
   bool rows_contiguous_;
+};
+
+// Where a lane writes 16-bit outputs of a warp group's 64 rows: in rows g and g + 8 of its warp's sixteen, as the
+// fragments of wgmma have them, from column t * LANE_COLUMNS on (g = lane / 4, t = lane % 4).
+template <int LANE_COLUMNS>
+class RowPair {
+ public:
+  // batch: the elements of `out` before those of the batch. row, column: the group's first in the output; it has
+  // `width` columns. any: whether this warp has rows. What a lane writes at once must be aligned, and not go beyond n.
+  DETKERN_INLINE void place(const GemmParams& p, int64_t batch, int64_t row, int64_t column, int width,
+                            bool any = true) {
+    const uint32_t thread = thread_index(), lane = thread % 32, first = lane % 4 * LANE_COLUMNS;
+    row += thread % 128 / 32 * 16 + lane / 4;
+    column += first;
+    target_ = static_cast<uint16_t*>(p.out) + batch + row * p.out_row + column;
+    next_ = 8 * p.out_row;
+    columns_ = clamp(p.n - column, width - static_cast<int>(first));
+    rows_ = any ? clamp((p.m - row + 7) / 8, 2) : 0;
+  }
+
+  // Keeps a compiler from computing the place anew, or later.
+  DETKERN_INLINE void forget_origin() {
+    forget(target_);
+    forget(next_);
+    forget(columns_);
+    forget(rows_);
+  }
+
+  // Of the two, those in the output.
+  DETKERN_INLINE int rows() const { return rows_; }
+
+  // Writes `value` to the columns from `column` + t * LANE_COLUMNS on, in row g + 8 * half, where that is in the
+  // output.
+  template <typename Value>
+  DETKERN_INLINE void store(int half, int column, const Value& value) const {
+    store_global_if(half < rows_ && column < columns_, target_ + half * next_ + column, value);
+  }
+
+ private:
+  uint16_t* target_;
+  int64_t next_;  // from a row to the eighth after it
+  int columns_;   // of the group's, from this lane's first on, in the output
+  int rows_;      // of the two, in the output
 };

@@ -6,6 +6,9 @@
 // produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile.
 // Few rows. A tile of 16 or 32 rows has no more in a stage; wgmma reads 64, and what it finds in the others' place,
 // which may be changing, goes to outputs that are not written.
+// Outputs. With a tensor map and only rounded, of tiles of at most 64 rows: from registers to memory, where TILE_N is a
+// multiple of 64 only of m up to 16. Others through a slab of shared memory a warp; from there by TMA, where TILE_N is
+// a multiple of 64 and they have a map.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
 // registers from it; any grid.x of whole clusters, best the CTAs that run at once.
 // Clusters. Of one CTA or two, as the launch says: two run on a pair of multiprocessors, where what both read comes
@@ -52,8 +55,8 @@ DETKERN_INLINE constexpr int slab_columns(int limit) {
 // operands'.
 constexpr bool BOXED = TILE_N % ATOM == 0;
 constexpr int BOX_BYTES = 16 * ATOM_ROW_BYTES;
-constexpr int WORD_SLAB_N = BOXED ? OUT_BOXES * ATOM : slab_columns(64);
-constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;  // bytes; sixteen more spread the rows over the banks
+constexpr int WORD_SLAB_N = TILE_N < 32 ? TILE_N : 32;
+constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;  // bytes; sixteen more spread most rows over the banks
 constexpr int WORD_SLAB_BYTES = BOXED ? OUT_BOXES * BOX_BYTES : 16 * WORD_SLAB_PITCH;
 constexpr int SLAB_N = slab_columns(32);  // of binary32
 constexpr int PARTS = TILE_N / SLAB_N;
@@ -65,9 +68,8 @@ constexpr int STARTING_THREADS = (CONSUMING_WARPS + 1) * 32;
 constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
 
 constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
-constexpr bool TILE_KEPT = BLOCKS_M * TILE_N <= 128;   // where the output is, while products are computed
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
-constexpr bool FROM_REGISTERS = TILE_M <= 64 && TILE_KEPT;
+constexpr bool FROM_REGISTERS = TILE_M <= 64;
 constexpr int MOST_UNBOXED_ROWS = 16;
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
@@ -163,18 +165,17 @@ DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
 template <int DTYPE>
 DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                 const Accumulators& acc) {
-  const int thread = thread_index(), lane = thread % 32, row = lane / 4;
+  const int thread = thread_index(), lane = thread % 32, row = lane % 16;
+  const uint32_t target = slab + row * ATOM_ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
   for (int first = 0; first < TILE_N / ATOM; first += OUT_BOXES) {
     if (elected()) store_tensor_wait_read();
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < OUT_BOXES * ATOM / 8; ++j) {
-      const uint32_t target = slab + j / 8 * BOX_BYTES + row * ATOM_ROW_BYTES + ((j % 8 ^ row) << 4) + lane % 4 * 4;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        store_shared(target + half * 8 * ATOM_ROW_BYTES, word<DTYPE>(acc, first * ATOM / 8 + j, half));
-      }
+    for (int j = 0; j < OUT_BOXES * ATOM / 8; j += 2) {
+      const int column = first * ATOM / 8 + j;
+      store_matrices((target ^ j % 8 << 4) + j / 8 * BOX_BYTES, word<DTYPE>(acc, column, 0),
+                     word<DTYPE>(acc, column, 1), word<DTYPE>(acc, column + 1, 0), word<DTYPE>(acc, column + 1, 1));
     }
     fence_async_proxy();
     __syncwarp();
@@ -189,32 +190,35 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
   }
 }
 
-// Writes 16-bit outputs by 16 bytes a lane, through this warp's slab.
+// The elements of `out` before those of a batch, where the output has a map: that has one batch dimension.
+DETKERN_INLINE int64_t batch_start(const GemmParams& p, int64_t batch) {
+  return p.batch_rank == 0 ? 0 : batch * p.out_batch[0];
+}
+
+// Writes 16-bit outputs by 16 bytes a lane, at most WORD_SLAB_N columns at a time, through this warp's slab.
 template <int DTYPE>
 DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uint32_t slab, const Accumulators& acc) {
-  unsigned char* out = static_cast<unsigned char*>(p.out) + batch_offset(p, p.out_batch, tile.batch) * 2;
-  const int thread = thread_index(), lane = thread % 32;
-  const int64_t first_row = tile.row + thread / 32 % 4 * 16;
-  const uint32_t target = slab + lane / 4 * WORD_SLAB_PITCH + lane % 4 * 4;
-  constexpr int LANES = WORD_SLAB_N / 8;  // for one row
+  const uint32_t lane = thread_index() % 32;
+  const uint32_t target = slab + lane % 16 * WORD_SLAB_PITCH + lane / 16 * 16;
+  const uint32_t source = slab + lane / 4 * WORD_SLAB_PITCH + lane % 4 * 16;
+  RowPair<8> rows;
+  rows.place(p, batch_start(p, tile.batch), tile.row, tile.column, TILE_N, has_rows());
 #pragma unroll
-  for (int part = 0; part < TILE_N / WORD_SLAB_N; ++part) {
+  for (int first = 0; first < TILE_N; first += WORD_SLAB_N) {
 #pragma unroll
-    for (int j = 0; j < WORD_SLAB_N / 8; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        store_shared(target + half * 8 * WORD_SLAB_PITCH + j * 16, word<DTYPE>(acc, part * LANES + j, half));
+    for (int j = first / 8; j < min(first + WORD_SLAB_N, TILE_N) / 8; j += 2) {
+      const uint32_t place = target + (j - first / 8) * 16;
+      if (j + 1 < TILE_N / 8) {
+        store_matrices(place, word<DTYPE>(acc, j, 0), word<DTYPE>(acc, j, 1), word<DTYPE>(acc, j + 1, 0),
+                       word<DTYPE>(acc, j + 1, 1));
+      } else {
+        store_matrices(place, word<DTYPE>(acc, j, 0), word<DTYPE>(acc, j, 1));
       }
     }
     __syncwarp();
-#pragma unroll 4
-    for (int i = has_rows() ? lane : 16 * LANES; i < 16 * LANES; i += 32) {
-      const int row = i / LANES, chunk = i % LANES;
-      const int64_t column = tile.column + part * WORD_SLAB_N + chunk * 8;
-      if (first_row + row < p.m && column < p.n) {
-        *reinterpret_cast<uint4*>(out + ((first_row + row) * p.out_row + column) * 2) =
-            load_shared_v4(slab + row * WORD_SLAB_PITCH + chunk * 16);
-      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.store(half, first, load_shared_v4(source + half * 8 * WORD_SLAB_PITCH));
     }
     __syncwarp();
   }
@@ -234,24 +238,18 @@ DETKERN_INLINE uint32_t warp_slab(unsigned char* slabs) {
   return shared_address(slabs) + thread_index() / 32 * SLAB_BYTES;
 }
 
-// Finishes and writes 64 rows, the first of which is tile.row.
-DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, unsigned char* slabs,
-                           Accumulators& acc) {
-  if (!OUT_TMA && !p.out_by_tma) {
-    WarpOutput output(p, slabs, tile);
-    // Rolled, but for the accesses to the accumulators, which are registers.
-#pragma unroll 1
-    for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-      for (int b = 0; b < PARTS; ++b) {
-        if (b != part) continue;
-        output.put([&](int j, int half) { return make_float2(acc[b][j][2 * half], acc[b][j][2 * half + 1]); });
-      }
-      if (has_rows()) output.write<false>(0);
-      output.move(SLAB_N);
-    }
-    return;
-  }
+// How a tile's outputs are written. What is usual has a loop over tiles of its own, so that its last instructions stand
+// right behind the products: those that lie elsewhere are no longer in a cache when a grid has read its operands, and
+// each line of them takes as long as memory. The others are apart for the sake of the products' uniform registers.
+enum class Outputs {
+  ROUNDED,  // of the operands' type, only rounded, with a tensor map
+  SIXTEEN,  // any other 16-bit ones with a map: a bias, or the other type
+  ANY,      // binary32, any strides, accumulated
+};
+
+// Finishes and writes 64 rows of 16-bit outputs with a map, the first of which is tile.row.
+DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+                                   Accumulators& acc) {
   // A chain from +0 never ends at -0, so that the contract's + 0 changes nothing before the rounding.
   if (p.bias_dtype != NONE) {
     const Epilogue epilogue(p, tile.batch);
@@ -267,46 +265,28 @@ DETKERN_INLINE void finish(const GemmParams& p, const TensorMap& map_out, const 
     }
   }
   if (p.out_dtype == F16) {
-    store_rounded<F16>(p, map_out, tile, warp_slab(slabs), acc);
+    store_rounded<F16>(p, map_out, tile, slab, acc);
   } else {
-    store_rounded<BF16>(p, map_out, tile, warp_slab(slabs), acc);
+    store_rounded<BF16>(p, map_out, tile, slab, acc);
   }
 }
 
-// Outputs of a thread that go from its registers to memory, rounded: where that is, worked out before they are there.
-class RegisterOutput {
- public:
-  // row: of the group in the tile.
-  DETKERN_INLINE RegisterOutput(const GemmParams& p, const OutputTile& tile, int row) {
-    if constexpr (!FROM_REGISTERS) return;
-    const int thread = thread_index(), lane = thread % 32;
-    const int64_t first_row = tile.row + row + thread % GROUP / 32 * 16 + lane / 4;
-    const int64_t batch = p.batch_rank == 0 ? 0 : tile.batch * p.out_batch[0];  // a map has one batch dimension
-    target_ = static_cast<uint16_t*>(p.out) + batch + first_row * p.out_row + tile.column + lane % 4 * 2;
-    next_ = 8 * p.out_row;
-    columns_ = clamp(p.n - tile.column, TILE_N);
-    rows_ = has_rows() ? clamp((p.m - first_row + 7) / 8, 2) : 0;
-    asm volatile("" : "+l"(target_), "+l"(next_), "+r"(columns_), "+r"(rows_));
-  }
-
-  DETKERN_INLINE void store(const Accumulators& acc) const {
+// Finishes and writes 64 rows of any outputs.
+DETKERN_INLINE void finish_any(const GemmParams& p, const OutputTile& tile, unsigned char* slabs,
+                               const Accumulators& acc) {
+  WarpOutput output(p, slabs, tile);
+  // Rolled, but for the accesses to the accumulators, which are registers.
+#pragma unroll 1
+  for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half >= rows_) break;
-#pragma unroll
-      for (int j = 0; j < TILE_N / 8; ++j) {
-        if (8 * j < columns_) {
-          *reinterpret_cast<uint32_t*>(target_ + half * next_ + 8 * j) = word<OPERAND>(acc, j, half);
-        }
-      }
+    for (int b = 0; b < PARTS; ++b) {
+      if (b != part) continue;
+      output.put([&](int j, int half) { return make_float2(acc[b][j][2 * half], acc[b][j][2 * half + 1]); });
     }
+    if (has_rows()) output.write<false>(0);
+    output.move(SLAB_N);
   }
-
- private:
-  uint16_t* target_;
-  int64_t next_;        // from a row to the eighth after it
-  int columns_, rows_;  // in the output
-};
+}
 
 // Fetches the outputs that a product starts from. tile: of the first block of 64 rows.
 DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned char* slabs,
@@ -329,6 +309,8 @@ DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned
   }
 }
 
+// Multiplies and writes the tiles of one consumer.
+template <Outputs OUTPUTS>
 DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const StageRing& ring, unsigned char* slabs,
                             int group, uint32_t blocks) {
   const int row = IN_TURN ? 0 : group * GROUP_M;
@@ -337,55 +319,59 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
   Position position;
   position.advance(turn * blocks);
   for (Walk walk(p, turn, TURNS); walk.more(); walk.step()) {
-    OutputTile kept = walk.output();  // with divisions, which would take long once the products are there
-    if (TILE_KEPT) {
-      forget(kept.row);
-      forget(kept.column);
-    }
-    Walk next = walk;
-    next.step();
-    int last = !next.more();
-    int only_rounded = p.out_by_tma && p.out_dtype == OPERAND && p.bias_dtype == NONE;
-    if (!IN_TURN) {  // where the loop below would lose its uniform registers by it
-      forget(last);
-      forget(only_rounded);
-    }
-    const RegisterOutput registers_out(p, kept, row);
+    OutputTile first_rows = walk.output();  // with divisions, which would take long once the products are there
+    first_rows.row += row;
+    forget(first_rows.row);
+    forget(first_rows.column);
     const auto tile_of = [&](int block) {
-      OutputTile tile = TILE_KEPT ? kept : walk.output();
-      tile.row += row + 64 * block;
+      OutputTile tile = first_rows;
+      tile.row += 64 * block;
       return tile;
     };
+    RowPair<2> words;
+    if constexpr (OUTPUTS == Outputs::ROUNDED && FROM_REGISTERS) {
+      words.place(p, batch_start(p, first_rows.batch), first_rows.row, first_rows.column, TILE_N, has_rows());
+      words.forget_origin();
+    }
     Accumulators acc[BLOCKS_M] = {};
-    if (!OUT_TMA && p.accumulate) fetch_outputs(p, tile_of(0), slabs, acc);
+    if constexpr (OUTPUTS == Outputs::ANY) {
+      if (p.accumulate) {
+        wait_for_earlier_grid();
+        fetch_outputs(p, tile_of(0), slabs, acc);
+      }
+    }
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
     // has taken all that come before.
     if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
     first = false;
+    wait_for_earlier_grid();  // with what comes before done, its instructions and the divisions
     multiply_tile(acc, ring, position, row, blocks, group);
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     if (IN_TURN) position.advance(blocks);
 
-    // What is usual stands here, right behind the products, with an end of its own: instructions that lie elsewhere are
-    // no longer in a cache when a grid has read its operands, and each line of them takes as long as memory.
-    if (__builtin_expect(only_rounded, 1)) {
-      if (FROM_REGISTERS && (!BOXED || p.m <= MOST_UNBOXED_ROWS)) {
-        registers_out.store(acc[0]);
-      } else {
+    if (OUTPUTS == Outputs::ROUNDED && FROM_REGISTERS && (!BOXED || p.m <= MOST_UNBOXED_ROWS)) {
 #pragma unroll
-        for (int block = 0; block < BLOCKS_M; ++block) {
-          store_rounded<OPERAND>(p, map_out, tile_of(block), warp_slab(slabs), acc[block]);
+      for (int half = 0; half < 2; ++half) {
+        if (half >= words.rows()) break;
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j) words.store(half, 8 * j, word<OPERAND>(acc[0], j, half));
+      }
+    } else {
+#pragma unroll
+      for (int block = 0; block < BLOCKS_M; ++block) {
+        const OutputTile tile = tile_of(block);
+        if constexpr (OUTPUTS == Outputs::ROUNDED) {
+          store_rounded<OPERAND>(p, map_out, tile, warp_slab(slabs), acc[block]);
+        } else if constexpr (OUTPUTS == Outputs::SIXTEEN) {
+          finish_sixteen(p, map_out, tile, warp_slab(slabs), acc[block]);
+        } else {
+          finish_any(p, tile, slabs, acc[block]);
         }
       }
-      if (IN_TURN || !last) continue;
-      if (BOXED && elected()) store_tensor_wait_read();
-      return;
     }
-#pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) finish(p, map_out, tile_of(block), slabs, acc[block]);
   }
   if (BOXED && elected()) store_tensor_wait_read();
 }
@@ -423,12 +409,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     ring.init(CONSUMING_WARPS / TURNS);
     start_producing<STARTING_THREADS, CTAS>();
     if (elected()) {
-      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64>(p, map_a, map_b, ring, Position(), Walk(p), blocks);
+      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64, CTAS == 1 ? 2 : 1>(p, map_a, map_b, ring, Position(), Walk(p),
+                                                                             blocks);
     }
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     if (p.batch_rank == 0) prefetch_b(p);  // without this test the main loop would lose its uniform registers
     start_consuming<STARTING_THREADS, CTAS>();
-    consume(p, map_out, ring, shared + SLABS_AT, warp / 4, blocks);
+    const bool mapped = OUT_TMA || p.out_by_tma, rounded = mapped && p.out_dtype == OPERAND && p.bias_dtype == NONE;
+    unsigned char* slabs = shared + SLABS_AT;
+    if (rounded) {
+      consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
+    } else if (mapped) {
+      consume<Outputs::SIXTEEN>(p, map_out, ring, slabs, warp / 4, blocks);
+    } else {
+      consume<Outputs::ANY>(p, map_out, ring, slabs, warp / 4, blocks);
+    }
   }
 }

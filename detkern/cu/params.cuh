@@ -36,13 +36,13 @@ struct GemmParams {
   int64_t b_row, b_col;
   int64_t out_row, out_col;
   int64_t bias_stride;
-  int64_t prefetch_bytes; // of B's first tile, that a CTA asks the L2 cache for before it waits for the earlier grid
-  int32_t out_dtype;   // F32, F16 or BF16
-  int32_t bias_dtype;  // NONE: no bias
-  int32_t accumulate;  // 1: the chain starts at out (f32); a tree's root is added to it
+  int64_t prefetch_bytes;  // of B's first tile, that a CTA asks the L2 cache for before it waits for the earlier grid
+  int32_t out_dtype;    // F32, F16 or BF16
+  int32_t bias_dtype;   // NONE: no bias
+  int32_t accumulate;   // 1: the chain starts at out (f32); a tree's root is added to it
   int32_t batch_rank;
-  int32_t out_by_tma;  // 1: a tensor map of the output is given, of 16-bit elements
-  int32_t whole_boxes; // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
+  int32_t out_by_tma;   // 1: a tensor map of the output is given, of 16-bit elements
+  int32_t whole_boxes;  // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
   int64_t batch_shape[MAX_BATCH_RANK];
   int64_t a_batch[MAX_BATCH_RANK];
   int64_t b_batch[MAX_BATCH_RANK];

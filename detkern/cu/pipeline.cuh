@@ -180,20 +180,22 @@ DETKERN_INLINE void start_producing() {
   }
 }
 
+// The consumers have the waiting for the earlier grid before them.
 template <int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start_consuming() {
   named_barrier<THREAD_COUNT>(2);
   let_next_grid_start();
-  if constexpr (CTAS > 1) cluster_arrive_relaxed();
-  wait_for_earlier_grid();
-  if constexpr (CTAS > 1) cluster_wait();
+  if constexpr (CTAS > 1) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
 }
 
 // Fills the ring with the `blocks` BLOCK_K-blocks of each of the CTA's tiles, by one thread. WAITS_IN_LOOP: for the
 // earlier grid only where the first copy starts, so that all instructions before it are there already; a test each time
-// that large tiles have no time for.
+// that large tiles have no time for. AT_ONE_TIME: CTAs whose tiles lie below one another and that read B at one time.
 template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NONE, bool WAITS_IN_LOOP = false,
-          class RingType, class Position, class Walk>
+          uint32_t AT_ONE_TIME = 1, class RingType, class Position, class Walk>
 DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const RingType& ring,
                             Position position, Walk walk, uint32_t blocks) {
   const bool whole_a = p.whole_boxes & WHOLE_A, whole_b = p.whole_boxes & WHOLE_B;
@@ -202,7 +204,7 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
   const int bytes = TileA::BYTES / TileA::BOX_ROWS * rows_a + TileB::BYTES;
   const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
   const uint32_t rank = SHARED_OPERAND == SHARED_NONE ? 0 : cluster_rank();
-  const bool once_b = walk.rows() == 1 && (batch_b || p.batch_rank == 0);
+  const bool once_b = walk.rows() <= AT_ONE_TIME && (batch_b || p.batch_rank == 0);
   OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with
   forget(tile.row);
   forget(tile.column);
@@ -215,7 +217,7 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       jitter(block);
       const uint32_t full = ring.full(position.stage);
       mbarrier_arrive_expecting(full, bytes);
-      if (WAITS_IN_LOOP && waits) wait_for_earlier_grid();
+      if (waits) wait_for_earlier_grid();
       waits = false;
       const int batch_of_a = batch_a ? tile.batch : 0, batch_of_b = batch_b ? tile.batch : 0, k = block * BLOCK_K;
       if constexpr (SHARED_OPERAND == SHARED_B) {

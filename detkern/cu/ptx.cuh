@@ -9,10 +9,14 @@
 // Hides where a value came from: what is derived from it afterwards is derived anew.
 DETKERN_INLINE void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 DETKERN_INLINE void forget(int32_t& value) { asm volatile("" : "+r"(value)); }
+template <typename Element>
+DETKERN_INLINE void forget(Element*& value) {
+  asm volatile("" : "+l"(value));
+}
 
 template <typename Element>
 DETKERN_INLINE const Element* forgotten(const Element* pointer) {
-  asm volatile("" : "+l"(pointer));
+  forget(pointer);
   return pointer;
 }
 
@@ -44,6 +48,33 @@ DETKERN_INLINE void store_shared(uint32_t address, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+
+// Stores 16 rows of eight 16-bit elements, each row at the address that the lane of its number gives, from words as
+// mma.sync lays them out: of rows g and g + 8 (stmatrix, 9.7.14.5.16; sm_90 and newer).
+DETKERN_INLINE void store_matrices(uint32_t address, uint32_t low, uint32_t high) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high)
+               : "memory");
+}
+
+// The same of two pieces; lanes 16 and beyond give the addresses of the second one's rows.
+DETKERN_INLINE void store_matrices(uint32_t address, uint32_t low, uint32_t high, uint32_t low2, uint32_t high2) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(low), "r"(high),
+               "r"(low2), "r"(high2)
+               : "memory");
+}
+
+// Stores 16 bytes to global memory where `there` says so. Left to itself a compiler takes some of them apart.
+DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
+  asm volatile(
+      "{.reg .pred there; setp.ne.b32 there, %0, 0; @there st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(
+          static_cast<int>(there)),
+      "l"(__cvta_generic_to_global(target)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+
+DETKERN_INLINE void store_global_if(bool there, void* target, uint32_t value) {
+  if (there) *static_cast<uint32_t*>(target) = value;
 }
 
 DETKERN_INLINE uint4 load_shared_v4(uint32_t address) {
@@ -329,7 +360,7 @@ DETKERN_INLINE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// How a box is copied. ONCE: nobody reads it again, so the L2 cache need not keep it (createpolicy, 9.7.9.17). Only for
+// How a box is copied. ONCE: nobody reads it later, so the L2 cache need not keep it (createpolicy, 9.7.9.17). Only for
 // that is the cache told anything: with a policy of evict_normal lines that many CTAs read came at half the rate.
 // TO_BOTH: into both CTAs of a cluster of two, at one offset in the memory of each, with the barrier of each.
 enum class Copy { PLAIN, ONCE, TO_BOTH };

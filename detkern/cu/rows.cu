@@ -240,12 +240,13 @@ struct Pieces {
   uint32_t words[PIECES][WORDS];
 
   DETKERN_INLINE void load(const void* data, int64_t row, int64_t col_stride, const Span& span) {
-    const Element* const source = static_cast<const Element*>(data) + row + span.first * (LOAD == VECTOR ? 1 : col_stride);
+    const int64_t step = LOAD == VECTOR ? 1 : col_stride;
+    const Element* const source = static_cast<const Element*>(data) + row + span.first * step;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
 #pragma unroll
       for (int w = 0; w < WORDS; ++w) words[i][w] = FILL;
-      load_piece(span.whole(i), source + i * STEP * (LOAD == VECTOR ? 1 : col_stride), words[i]);
+      load_piece(span.whole(i), source + i * STEP * step, words[i]);
     }
     if constexpr (LOAD == VECTOR) {
 #pragma unroll

@@ -107,7 +107,9 @@ DETKERN_INLINE T combine_team(T value, Room<T, WARPS, CTAS, BY_LANE>& room) {
       } own{value};
       const uint32_t address = shared_address(&room.ctas[cluster_rank()]);
 #pragma unroll
-      for (int w = 0; w < static_cast<int>(sizeof(T) / 4); ++w) store_remote(address + 4 * w, threadIdx.x, own.words[w]);
+      for (int w = 0; w < static_cast<int>(sizeof(T) / 4); ++w) {
+        store_remote(address + 4 * w, threadIdx.x, own.words[w]);
+      }
     }
     cluster_arrive();
     cluster_wait();

@@ -59,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       const OutputTile target = output_tile<TILE_M, TILE_N, BAND>(p, tile);
       MainLoop loop(p, batch_offset(p, p.a_batch, target.batch), batch_offset(p, p.b_batch, target.batch), target.row,
                     target.column, shared_address(shared));
-      Stack stack(static_cast<uint32_t>((p.k + LEAF - 1) / LEAF), shared_address(shared) + MainLoop::SHARED_BYTES, p.scratch);
+      const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF - 1) / LEAF);
+      Stack stack(leaves, shared_address(shared) + MainLoop::SHARED_BYTES, p.scratch);
       int64_t whole = p.k / TILE_K;  // tiles still to come
       bool tail = p.k % TILE_K != 0;
       if (whole > 0) loop.start(whole);

@@ -225,21 +225,16 @@ class Leaves {
 // whether they are of this kind, and lie so that words can be written.
 DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int row, int column,
                                 const uint32_t (&node)[WORDS]) {
-  uint16_t* out = static_cast<uint16_t*>(p.out) + batch_offset(p, p.out_batch, tile.batch);
-  const bool odd = ((reinterpret_cast<uint64_t>(out) & 2) | (p.out_row & 1) | (p.n & 1)) != 0;
+  const int64_t batch = batch_offset(p, p.out_batch, tile.batch);
+  const bool odd =
+      ((reinterpret_cast<uint64_t>(static_cast<uint16_t*>(p.out) + batch) & 2) | (p.out_row & 1) | (p.n & 1)) != 0;
   if (p.out_dtype != OPERAND || p.bias_dtype != NONE || p.accumulate || p.out_col != 1 || odd) return false;
-  const int thread = thread_index();
-  const int64_t first_row = tile.row + row + thread % GROUP / 32 * 16 + thread % 32 / 4;
-  const int64_t first_column = tile.column + column + thread % 4 * 2;
-  const int columns_left = clamp(p.n - first_column, GROUP_N);
+  RowPair<2> words;
+  words.place(p, batch, tile.row + row, tile.column + column, GROUP_N);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (first_row + 8 * half >= p.m) break;
-    uint32_t* target = reinterpret_cast<uint32_t*>(out + (first_row + 8 * half) * p.out_row + first_column);
 #pragma unroll
-    for (int j = 0; j < GROUP_N / 8; ++j) {
-      if (8 * j < columns_left) target[4 * j] = add_pair<OPERAND>(node[2 * j + half], 0);
-    }
+    for (int j = 0; j < GROUP_N / 8; ++j) words.store(half, 8 * j, add_pair<OPERAND>(node[2 * j + half], 0));
   }
   return true;
 }
@@ -333,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   } else {
     take_registers<CONSUMER_REGISTERS>();
     start_consuming<(CONSUMING_WARPS + 1) * 32>();
+    wait_for_earlier_grid();
     consume(p, ring, shared, group, leaves);
   }
 }

@@ -88,8 +88,8 @@
 template <int WIDTH, int DTYPE, bool FROM_ZERO, int TRANSPOSED_A, int TRANSPOSED_B>
 DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "wgmma m64nNk16 is used for f16 and bf16");
-  static_assert(WIDTH == 8 || WIDTH == 16 || WIDTH == 24 || WIDTH == 32 || WIDTH == 40 || WIDTH == 48 || WIDTH == 56 || WIDTH == 64 || WIDTH == 80 || WIDTH == 96 || WIDTH == 112 || WIDTH == 128 || WIDTH == 160 || WIDTH == 192 || WIDTH == 224 || WIDTH == 256,
-                "a width of wgmma that is written out here");
+  constexpr int STEP = WIDTH <= 64 ? 8 : WIDTH <= 128 ? 16 : 32;
+  static_assert(WIDTH % STEP == 0 && WIDTH <= 256, "a width of wgmma that is written out here");
   DETKERN_WIDTH(8, 4, 5, 6, 7, 8)
   DETKERN_WIDTH(16, 8, 9, 10, 11, 12)
   DETKERN_WIDTH(24, 12, 13, 14, 15, 16)
