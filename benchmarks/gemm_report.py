@@ -192,7 +192,7 @@ def markdown(record: dict[str, Any], all_shapes: shapes.Shapes) -> str:
         "Written by `python -m benchmarks.gemm_report` from gemm.json. x[M, K] @ w[N, K].T (forward), dc @ w (da) and dc.T @ x (db),",
         "inside CUDA graphs, random operands rotating past twice the L2, peers in turn. Times are medians in µs; a ratio is the median",
         "over turns of detkern's time over cuBLAS's in the same turn. Reference line: the larger of bytes at 4.3 TB/s and operations at",
-        "790 TFLOP/s.",
+        "790 TFLOP/s. Means of the first table are of ratios, those of the second of quotients of medians.",
         "",
         *_targets(evaluate(rows, all_shapes)),
         *_means(rows, all_shapes),
