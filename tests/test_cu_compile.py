@@ -230,31 +230,33 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
 
 def _check_loops(tile: Tile, code: str) -> None:
     """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but for
-    the largest tiles' outputs of any kind, which take longer than what they wait for there; and behind the products of the
-    usual ones, only rounded, the kernel ends soon: lines of instructions that come next come from memory."""
+    outputs of any kind (no STSM behind the products) of the largest tiles, which take longer than what they wait for there;
+    and behind the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next come
+    from memory."""
     loops = list(_main_loops(code))
     assert len(loops) == (2 if tile["OUT_TMA"] else 3)
     large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
-    slow = 0
-    for loop, _ in loops:
+    of_any_kind = [large and not any(name.startswith("STSM") for name in behind) for _, behind in loops]
+    assert sum(of_any_kind) <= 1
+    for (loop, _), may_wait in zip(loops, of_any_kind, strict=True):
         assert any(name.startswith("HGMMA") for name in loop)
-        slow += bool({"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop))
-    assert slow <= int(large and not tile["OUT_TMA"]), "what products read is not in uniform registers"
-    columns = tile["TILE_N"] * max(1, tile["GROUP_M"] // 64)
-    assert min(end for _, end in loops) <= 100 + columns, "the outputs' instructions lie elsewhere"
+        slow = {"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop)
+        assert may_wait or not slow, "what products read is not in uniform registers"
+    columns = tile["TILE_N"] * (tile["GROUP_M"] // 64)
+    ends = [behind.index("EXIT") + 1 for _, behind in loops]
+    assert min(ends) <= 100 + columns, "the outputs' instructions lie elsewhere"
 
 
-def _main_loops(code: str) -> Iterator[tuple[list[str], int]]:
-    """The instructions of each loop over stages, which always has one in flight, and how many there are from its end to the
-    next EXIT."""
-    for wait in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", code):
-        back = re.compile(r"BRA `\((\.L_x_\d+)\)").search(code, wait.end())
+def _main_loops(code: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The instructions of each loop over stages, which always has one in flight, and those behind it up to the next one."""
+    waits = [match.start() for match in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", code)]
+    jump = re.compile(r"BRA `\((\.L_x_\d+)\)")
+    for wait, next_wait in zip(waits, [*waits[1:], len(code)], strict=True):
+        back = jump.search(code, wait)
         assert back
         start = code.index(f"\n{back[1]}:")
-        assert start < wait.start()
-        end = re.compile(r"\bEXIT\b").search(code, back.end())
-        assert end
-        yield _instructions(code[start : back.end()]), len(_instructions(code[back.end() : end.end()]))
+        assert start < wait
+        yield _instructions(code[start : back.end()]), _instructions(code[back.end() : next_wait])
 
 
 def _needed(case: Case) -> list[str]:
