@@ -216,6 +216,28 @@ def test_the_general_kernel_has_the_replays_bits(contract: Contract, dtype: DTyp
             assert differing(wanted, out.bits()) == 0
 
 
+@pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
+def test_chains_of_negative_zeros_end_at_zero(contract: Contract, dtype: DType) -> None:
+    """A chain starts from +0, so that products that are all -0 leave it there; kernels that start it with a product must
+    do so as well."""
+    import cupy
+
+    m, n, k = 130, 136, 4096  # whole steps: what is filled up with zeros would bring +0
+    a, b = np.full((m, k), -0.0, np.float32), np.ones((k, n), np.float32)
+    a[:, ::3], b[::3] = -1.0, 0.0
+    for loads in LOADS:
+        views = [Placed(x.astype(dtype.numpy), MODES[loads[side]][side]).view for side, x in enumerate((a, b))]
+        out = output((m, n), dtype, "rows")
+        fresh = out.memory.copy()
+        problem = gemm_problem(contract, *views, out.view, None, False)
+        tiles = [tile for tile in tiles_here(problem, loads) if tile.by_tma]
+        assert tiles
+        for tile in tiles:
+            cupy.copyto(out.memory, fresh)
+            run(contract, *views, out.view, tile=tile)
+            assert not out.bits().any(), f"{tile} {loads}"
+
+
 def _layouts(loads: tuple[Load, Load]) -> list[tuple[str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]]:
     """(what, the order in which a's, b's and the output's axes (batch, row, column) are stored); no order for a b that is
     the same for the whole batch."""

@@ -227,9 +227,11 @@ def _shared_bytes(tile: Tile) -> int:
         levels = max(_level_bytes(tile) // 4 + tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
         return 2 * stages * k * (m + n) + levels + 16 * stages + 1024
     elif tile.table == "mma_wgmma":
-        slab = max(64 * (_slab_columns(n, 32) + 8), 16 * (2 * min(n, 32) + 16))
+        slab = 64 * (_slab_columns(n, 32) + 8)  # of binary32 outputs
         if n % 64 == 0:
-            slab = -(-max(64 * (_slab_columns(n, 32) + 8), 2048 * tile["OUT_BOXES"]) // 1024) * 1024
+            slab = -(-max(slab, 2048 * tile["OUT_BOXES"]) // 1024) * 1024
+        else:
+            slab = max(slab, 16 * (2 * min(n, 32) + 16))
         consuming_warps = 4 * -(-m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
         return 2 * stages * k * (m + n) + consuming_warps * slab + 16 * stages + 1024
     else:

@@ -157,10 +157,12 @@ class OutputSlab {
 template <int LANE_COLUMNS>
 class RowPair {
  public:
+  RowPair() = default;
+
   // batch: the elements of `out` before those of the batch. row, column: the group's first in the output; it has
   // `width` columns. any: whether this warp has rows. What a lane writes at once must be aligned, and not go beyond n.
-  DETKERN_INLINE void place(const GemmParams& p, int64_t batch, int64_t row, int64_t column, int width,
-                            bool any = true) {
+  // The place is worked out here, whatever comes before it is used.
+  DETKERN_INLINE RowPair(const GemmParams& p, int64_t batch, int64_t row, int64_t column, int width, bool any = true) {
     const uint32_t thread = thread_index(), lane = thread % 32, first = lane % 4 * LANE_COLUMNS;
     row += thread % 128 / 32 * 16 + lane / 4;
     column += first;
@@ -168,10 +170,6 @@ class RowPair {
     next_ = 8 * p.out_row;
     columns_ = clamp(p.n - column, width - static_cast<int>(first));
     rows_ = any ? clamp((p.m - row + 7) / 8, 2) : 0;
-  }
-
-  // Keeps a compiler from computing the place anew, or later.
-  DETKERN_INLINE void forget_origin() {
     forget(target_);
     forget(next_);
     forget(columns_);
@@ -183,12 +181,19 @@ class RowPair {
 
   // Writes `value` to the columns from `column` + t * LANE_COLUMNS on, in row g + 8 * half, where that is in the
   // output.
-  template <typename Value>
-  DETKERN_INLINE void store(int half, int column, const Value& value) const {
-    store_global_if(half < rows_ && column < columns_, target_ + half * next_ + column, value);
+  DETKERN_INLINE void store(int half, int column, uint32_t value) const {
+    static_assert(LANE_COLUMNS == 2, "what a lane writes at once");
+    if (within(half, column)) *reinterpret_cast<uint32_t*>(target_ + half * next_ + column) = value;
+  }
+
+  DETKERN_INLINE void store(int half, int column, uint4 value) const {
+    static_assert(LANE_COLUMNS == 8, "what a lane writes at once");
+    store_global_if(within(half, column), target_ + half * next_ + column, value);
   }
 
  private:
+  DETKERN_INLINE bool within(int half, int column) const { return half < rows_ && column < columns_; }
+
   uint16_t* target_;
   int64_t next_;  // from a row to the eighth after it
   int columns_;   // of the group's, from this lane's first on, in the output

@@ -71,6 +71,10 @@ constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
 constexpr bool FROM_REGISTERS = TILE_M <= 64;
 constexpr int MOST_UNBOXED_ROWS = 16;
+// Whether a consumer works out where its next tile lies while the last products of this one are on their way. Groups
+// that take turns have time for it anyway; tiles of few rows are one a CTA as a rule, and end sooner without; where
+// outputs leave in more than two parts the main loop would lose its uniform registers.
+constexpr bool PLACED_AHEAD = !IN_TURN && TILE_M > 64 && !(BOXED && TILE_N > 2 * OUT_BOXES * ATOM);
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
@@ -97,28 +101,35 @@ using Accumulators = float[PARTS][SLAB_N / 8][4];
 DETKERN_INLINE float (&registers(Accumulators& acc))
     [TILE_N / 2] { return reinterpret_cast<float (&)[TILE_N / 2]>(acc); }
 
-// Starts the products of 16 k each numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors.
-template <int FIRST, int LAST>
+// Starts the products of 16 k each numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors. FROM_ZERO:
+// the chains start with the first of them.
+template <int FIRST, int LAST, bool FROM_ZERO = false>
 DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], uint32_t a, uint32_t b) {
 #pragma unroll
   for (int step = FIRST; step < LAST; ++step) {
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) {
-      wgmma<TILE_N, OPERAND, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(
-          registers(acc[block]), TileA::descriptor(a, TileA::offset(64 * block, step)),
-          TileB::descriptor(b, TileB::offset(0, step)));
+      const uint64_t rows = TileA::descriptor(a, TileA::offset(64 * block, step));
+      const uint64_t columns = TileB::descriptor(b, TileB::offset(0, step));
+      if (FROM_ZERO && step == FIRST) {
+        wgmma<TILE_N, OPERAND, true, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows, columns);
+      } else {
+        wgmma<TILE_N, OPERAND, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows, columns);
+      }
     }
   }
   wgmma_commit();
 }
 
-// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's. row: of the group's
-// first row in the tile.
+// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's. FROM_ZERO: the chains
+// start from +0, not from what `acc` holds. row: of the group's first row in the tile. meanwhile: what there is to do
+// while the last products are on their way.
 //
 // Between a stage's first products (HEAD steps) and its others the warps see to the ring: they let the stage before go
 // and ask whether the next one is there, so that from stage to stage the tensor cores have work.
+template <bool FROM_ZERO, class Meanwhile>
 DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, Position& position, int row,
-                                  uint32_t blocks, int group) {
+                                  uint32_t blocks, int group, const Meanwhile& meanwhile) {
   constexpr int STEPS = TILE_K / 16, HEAD = STEPS >= 8 ? 4 : STEPS / 2;
   constexpr uint32_t STRIDE = StageRing::STAGE_BYTES / 16;
   // Low words of descriptors, of A in the ring's first stage; and from A's to B's.
@@ -128,7 +139,7 @@ DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing
   // The first stage stands apart: in the loop there is always one in flight.
   ring.take(position);
   wgmma_fence();
-  multiply<0, HEAD>(acc, a, a + to_b);
+  multiply<0, HEAD, FROM_ZERO>(acc, a, a + to_b);
   uint32_t last = position.stage;
   position.step();
   uint32_t next = position.stage == 0 ? first : a + STRIDE;
@@ -150,6 +161,7 @@ DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing
     multiply<HEAD, STEPS>(acc, a, a + to_b);
   }
   if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
+  meanwhile();
   wgmma_wait<0>();
   ring.release(last);
 }
@@ -190,7 +202,8 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
   }
 }
 
-// The elements of `out` before those of a batch, where the output has a map: that has one batch dimension.
+// The elements of `out` before those of a batch, where the output has a map: that has one batch dimension, so that what
+// batch_offset does for any number of them, in 400 instructions, is a product.
 DETKERN_INLINE int64_t batch_start(const GemmParams& p, int64_t batch) {
   return p.batch_rank == 0 ? 0 : batch * p.out_batch[0];
 }
@@ -201,8 +214,7 @@ DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uin
   const uint32_t lane = thread_index() % 32;
   const uint32_t target = slab + lane % 16 * WORD_SLAB_PITCH + lane / 16 * 16;
   const uint32_t source = slab + lane / 4 * WORD_SLAB_PITCH + lane % 4 * 16;
-  RowPair<8> rows;
-  rows.place(p, batch_start(p, tile.batch), tile.row, tile.column, TILE_N, has_rows());
+  const RowPair<8> rows(p, batch_start(p, tile.batch), tile.row, tile.column, TILE_N, has_rows());
 #pragma unroll
   for (int first = 0; first < TILE_N; first += WORD_SLAB_N) {
 #pragma unroll
@@ -313,16 +325,26 @@ DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned
 template <Outputs OUTPUTS>
 DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const StageRing& ring, unsigned char* slabs,
                             int group, uint32_t blocks) {
+  constexpr bool FROM_ZERO = OUTPUTS != Outputs::ANY;  // the chains; else from what the accumulators hold
+  constexpr bool AHEAD = PLACED_AHEAD && OUTPUTS != Outputs::ANY;
   const int row = IN_TURN ? 0 : group * GROUP_M;
   const uint32_t turn = IN_TURN ? group : 0;
   bool first = true;
   Position position;
   position.advance(turn * blocks);
-  for (Walk walk(p, turn, TURNS); walk.more(); walk.step()) {
-    OutputTile first_rows = walk.output();  // with divisions, which would take long once the products are there
-    first_rows.row += row;
-    forget(first_rows.row);
-    forget(first_rows.column);
+  Walk walk(p, turn, TURNS);
+  // The group's first rows of the walk's tile. By divisions, which would take long once the products are there.
+  const auto place = [&] {
+    OutputTile rows = walk.output();
+    rows.row += row;
+    forget(rows.row);
+    forget(rows.column);
+    return rows;
+  };
+  OutputTile next;
+  if (AHEAD) next = place();
+  while (walk.more()) {
+    const OutputTile first_rows = AHEAD ? next : place();
     const auto tile_of = [&](int block) {
       OutputTile tile = first_rows;
       tile.row += 64 * block;
@@ -330,24 +352,27 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     };
     RowPair<2> words;
     if constexpr (OUTPUTS == Outputs::ROUNDED && FROM_REGISTERS) {
-      words.place(p, batch_start(p, first_rows.batch), first_rows.row, first_rows.column, TILE_N, has_rows());
-      words.forget_origin();
+      words = RowPair<2>(p, batch_start(p, first_rows.batch), first_rows.row, first_rows.column, TILE_N, has_rows());
     }
     Accumulators acc[BLOCKS_M] = {};
-    if constexpr (OUTPUTS == Outputs::ANY) {
+    if constexpr (!FROM_ZERO) {
       if (p.accumulate) {
         wait_for_earlier_grid();
         fetch_outputs(p, tile_of(0), slabs, acc);
       }
-    }
 #pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+      for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+    }
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
     // has taken all that come before.
     if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
     first = false;
-    wait_for_earlier_grid();  // with what comes before done, its instructions and the divisions
-    multiply_tile(acc, ring, position, row, blocks, group);
+    wait_for_earlier_grid();  // as late as can be: what stands before it is done while that grid still ends
+    multiply_tile<FROM_ZERO>(acc, ring, position, row, blocks, group, [&] {
+      if (!AHEAD) return;
+      walk.step();
+      if (walk.more()) next = place();
+    });
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     if (IN_TURN) position.advance(blocks);
@@ -372,6 +397,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
         }
       }
     }
+    if (!AHEAD) walk.step();
   }
   if (BOXED && elected()) store_tensor_wait_read();
 }
@@ -407,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS / TURNS);
-    start_producing<STARTING_THREADS, CTAS>();
+    start<Role::PRODUCES, STARTING_THREADS, CTAS>();
     if (elected()) {
       produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64, CTAS == 1 ? 2 : 1>(p, map_a, map_b, ring, Position(), Walk(p),
                                                                              blocks);
@@ -415,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     if (p.batch_rank == 0) prefetch_b(p);  // without this test the main loop would lose its uniform registers
-    start_consuming<STARTING_THREADS, CTAS>();
+    start<Role::CONSUMES, STARTING_THREADS, CTAS>();
     const bool mapped = OUT_TMA || p.out_by_tma, rounded = mapped && p.out_dtype == OPERAND && p.bias_dtype == NONE;
     unsigned char* slabs = shared + SLABS_AT;
     if (rounded) {

@@ -167,23 +167,18 @@ class TileWalk {
   uint32_t turns_, tile_;
 };
 
-// The start of a CTA: its producing warp makes the barriers and goes on at once, the consumers wait for these. CTAS: of
-// a cluster, where nobody arrives at another CTA's barriers before it has made them; most of that is waited for while
-// the earlier grid still runs.
-template <int THREAD_COUNT, int CTAS = 1>
-DETKERN_INLINE void start_producing() {
-  named_barrier_arrive<THREAD_COUNT>(2);
-  let_next_grid_start();
-  if constexpr (CTAS > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
-}
+enum class Role { PRODUCES, CONSUMES };
 
-// The consumers have the waiting for the earlier grid before them.
-template <int THREAD_COUNT, int CTAS = 1>
-DETKERN_INLINE void start_consuming() {
-  named_barrier<THREAD_COUNT>(2);
+// The start of a CTA: its producing warp, which has made the barriers, goes on at once, the consumers wait for these. To
+// wait for the earlier grid is left to both. CTAS: of a cluster, where nobody arrives at another CTA's barriers before
+// it has made them; most of that is waited for while the earlier grid still runs.
+template <Role ROLE, int THREAD_COUNT, int CTAS = 1>
+DETKERN_INLINE void start() {
+  if constexpr (ROLE == Role::PRODUCES) {
+    named_barrier_arrive<THREAD_COUNT>(2);
+  } else {
+    named_barrier<THREAD_COUNT>(2);
+  }
   let_next_grid_start();
   if constexpr (CTAS > 1) {
     cluster_arrive_relaxed();

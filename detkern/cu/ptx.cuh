@@ -73,10 +73,6 @@ DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
       : "memory");
 }
 
-DETKERN_INLINE void store_global_if(bool there, void* target, uint32_t value) {
-  if (there) *static_cast<uint32_t*>(target) = value;
-}
-
 DETKERN_INLINE uint4 load_shared_v4(uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -229,8 +229,7 @@ DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int
   const bool odd =
       ((reinterpret_cast<uint64_t>(static_cast<uint16_t*>(p.out) + batch) & 2) | (p.out_row & 1) | (p.n & 1)) != 0;
   if (p.out_dtype != OPERAND || p.bias_dtype != NONE || p.accumulate || p.out_col != 1 || odd) return false;
-  RowPair<2> words;
-  words.place(p, batch, tile.row + row, tile.column + column, GROUP_N);
+  const RowPair<2> words(p, batch, tile.row + row, tile.column + column, GROUP_N);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -321,13 +320,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
       prefetch_tensor_map(map_a);
     }
     ring.init(CONSUMING_WARPS);
-    start_producing<(CONSUMING_WARPS + 1) * 32>();
+    start<Role::PRODUCES, (CONSUMING_WARPS + 1) * 32>();
     if (elected()) {
       produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    start_consuming<(CONSUMING_WARPS + 1) * 32>();
+    start<Role::CONSUMES, (CONSUMING_WARPS + 1) * 32>();
     wait_for_earlier_grid();
     consume(p, ring, shared, group, leaves);
   }
