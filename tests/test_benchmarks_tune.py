@@ -135,7 +135,43 @@ def test_a_run_writes_the_file_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatc
     assert rows["mma16", "MM", 40, 16] == [[24, "db 16"]]
     assert rows["tree-mma16", "KK", 24, 40] == [[16, "forward 16"]]
     assert len(log.read_text().splitlines()) == 2 * (2 + 1 + 1 + 1)
+    # From logs alone, the same again.
+    monkeypatch.setattr(sys, "argv", ["tune", "--output", str(path), "--choose", str(log), str(log)])
+    assert tune.main() == 0
+    again = json.loads(path.read_text())
+    assert again["rows"] == content["rows"]
+    assert (again["gpu"], again["multiprocessors"]) == ("Made-up GPU", 132)
+    assert "2 runs" in again["command"]
     # Where the time is over, the status says that something is missing.
     monkeypatch.setattr(sys, "argv", ["tune", "--output", str(path), "--seconds", "-1"])
     assert tune.main() == 1
     assert json.loads(path.read_text())["rows"] == content["rows"]
+
+
+def test_the_least_of_several_runs() -> None:
+    """A run that is slower as a whole weighs no more, and what only one run timed is not chosen."""
+    quick = {"steady": 1.01, "once": 1.0, "slow": 1.2, "absent": 0.9}
+    throttled = {"once": 11.0, "steady": 10.1, "slow": 10.0}
+    assert tune.least([quick, throttled]) == "steady"
+    assert tune.least([throttled, quick]) == "steady"
+    assert tune.least([quick]) == "absent"
+    with pytest.raises(ValueError, match="all runs"):
+        tune.least([{"one": 1.0}, {"other": 1.0}])
+
+
+def test_logs_of_several_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = shapes.load().layers[0].name
+    logs = []
+    for gpu, count in (("GPU one", 132), ("GPU two", 78)):
+        line = {
+            "gpu": gpu, "multiprocessors": count, "layer": layer, "op": "forward", "contract": "mma16", "m": 8, "us": {"a": 1.0},
+        }  # fmt: skip
+        logs.append(tmp_path / gpu)
+        logs[-1].write_text(json.dumps(line) + "\n")
+    path = tmp_path / "tuned.json"
+    monkeypatch.setattr(sys, "argv", ["tune", "--output", str(path), "--choose", *map(str, logs)])
+    assert tune.main() == 1
+    assert "GPU one" in capsys.readouterr().out
+    assert not path.exists()
