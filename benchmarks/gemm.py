@@ -254,14 +254,14 @@ def run(arguments: argparse.Namespace, device: Any, gpu: str, driver: str, more:
 def main() -> int:
     """Measure or compare, record, report."""
     arguments = _arguments()
+    if reason := timing.missing():
+        print(f"nothing to measure with: {reason}")
+        return 1
 
     import torch
 
-    from detkern.cu.device import describe, missing
+    from detkern.cu.device import describe
 
-    if reason := missing(0):
-        print(f"no GPU to measure on: {reason}")
-        return 1
     facts = describe(0)
     more = {"cuda of torch": str(torch.version.cuda)}
     if arguments.check_bits:

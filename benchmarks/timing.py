@@ -8,13 +8,14 @@ last call left in the cache is not what a model streams.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["TURNS", "WARM", "Captured", "Cuda", "Device", "capture", "interleave", "medians", "sets"]
+__all__ = ["TURNS", "WARM", "Captured", "Cuda", "Device", "capture", "interleave", "medians", "missing", "sets"]
 
 TURNS = 7
 WARM = 2  # turns that are not counted
@@ -25,6 +26,15 @@ MOST_CALLS = 64  # in a graph; capturing one costs the host tens of µs
 CACHE_BYTES = 60_000_000  # the L2 of an H200, where a device says less
 
 Calls = Sequence[Callable[[], Any]]
+
+
+def missing() -> str | None:
+    """What a measurement needs and is not here: PyTorch, or a CUDA device that detkern's kernels run on; else None."""
+    if importlib.util.find_spec("torch") is None:
+        return 'PyTorch is not installed; pip install "detkern[bench]"'
+    from detkern.cu import device
+
+    return device.missing(0)
 
 
 class Device(Protocol):

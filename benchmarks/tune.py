@@ -153,6 +153,9 @@ def main() -> int:
     if arguments.choose:
         lines = [json.loads(line) for log in arguments.choose for line in log.read_text().splitlines()]
         command = f"python -m benchmarks.tune, in {len(arguments.choose)} runs; --choose from their logs"
+    elif reason := timing.missing():
+        print(f"nothing to measure with: {reason}")
+        return 1
     else:
         lines, left = measure(arguments)
         command = "python -m benchmarks.tune"

@@ -523,6 +523,19 @@ def test_unknown_choices_are_refused(
     assert what[1] in capsys.readouterr().err
 
 
+def test_what_a_measurement_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """PyTorch before the device, and the run says it instead of failing at an import."""
+    from detkern.cu import device
+
+    monkeypatch.setattr(sys, "argv", ["gemm"])
+    monkeypatch.setattr(device, "missing", lambda index: "there is no CUDA device")
+    assert gemm.main() == 1
+    assert "there is no CUDA device" in capsys.readouterr().out
+    monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name: None)
+    assert gemm.main() == 1
+    assert "PyTorch is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("op", shapes.OPS)
 def test_differing_bits_are_counted(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     products = [_product(op, m) for m in (1, 3, 8)]

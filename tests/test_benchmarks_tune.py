@@ -119,6 +119,7 @@ def test_a_run_writes_the_file_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatc
     host = types.SimpleNamespace(name="cpu", cache_bytes=4096, active=lambda: torch.no_grad())
     monkeypatch.setattr(tune.shapes, "load", lambda: small)
     monkeypatch.setattr(tune.timing, "Cuda", lambda: host)
+    monkeypatch.setattr(tune.timing, "missing", lambda: None)
     monkeypatch.setattr(device, "describe", lambda index: device.CudaDevice(0, "Made-up GPU", "", (9, 0), 132, "1"))
     monkeypatch.setattr(tune, "fastest", lambda device, product, operands, count: {f"{product.op} {product.m}": 1.0})
     path, log = tmp_path / "tuned.json", tmp_path / "log"
@@ -175,3 +176,12 @@ def test_logs_of_several_gpus_are_refused(
     assert tune.main() == 1
     assert "GPU one" in capsys.readouterr().out
     assert not path.exists()
+
+
+def test_without_a_gpu_the_tuner_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune.timing, "missing", lambda: "there is no CUDA device")
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    assert tune.main() == 1
+    assert "there is no CUDA device" in capsys.readouterr().out
