@@ -6,8 +6,8 @@
 // for its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group
 // produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
 // Tree. Nodes of up to eight leaves (node_walk.cuh) are gathered in registers. Of the nodes that wait for their sibling
-// the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): what the
-// kernel has least of is shared memory's bandwidth, nearly all of which wgmma and TMA take.
+// the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): wgmma and
+// TMA need nearly all of shared memory's bandwidth.
 // Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
 // Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max((0.5 + 2 * SHARED_LEVELS) * TILE_M *
 // TILE_N, slabs) + 16 * STAGES + 1024 (to align the ring): the ring, the waiting nodes (the outputs pass through their
