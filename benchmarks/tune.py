@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from detkern.contracts import CONTRACTS
+
 from . import records, shapes, timing
 from .forced import forced_call, tiles_of
 from .operands import Operands
@@ -52,31 +54,62 @@ def fastest(device: Any, product: Product, operands: Operands, candidates: int) 
 
 
 def least(runs: list[dict[str, float]]) -> str:
-    """The label whose time over its run's fastest is least in the geometric mean, of those that all runs timed.
+    """The label whose times have the least geometric mean, of those that all runs timed: a run that is slower as a whole
+    weighs no more.
 
     runs: µs by label of one product in each run. Raises ValueError where no label is in all of them.
     """
     common = set.intersection(*map(set, runs))
     if not common:
         raise ValueError("no tile was timed in all runs")
-    fastest_of = [min(run.values()) for run in runs]
-    return min(
-        (label for label in runs[0] if label in common),
-        key=lambda label: math.prod(run[label] / best for run, best in zip(runs, fastest_of, strict=True)),
-    )
+    return min((label for label in runs[0] if label in common), key=lambda label: math.prod(run[label] for run in runs))
 
 
-def chosen(lines: Iterable[dict[str, Any]]) -> dict[Key, dict[int, str]]:
-    """The tiles by `key`, from the lines of one or more logs."""
+def chosen(logs: Iterable[list[dict[str, Any]]]) -> dict[Key, dict[int, str]]:
+    """The tiles by `key`, from the lines of each run's log. Raises ValueError for a product that no run knows, twice in a
+    log, or whose runs have no tile in common."""
     layers = {layer.name: layer for layer in shapes.load().layers}
-    runs: dict[tuple[Key, int], list[dict[str, float]]] = {}
-    for line in lines:
-        product = Product(layers[line["layer"]], line["m"], line["op"], line["contract"], "bfloat16")
-        runs.setdefault(key(product), []).append(line["us"])
+    runs: dict[Product, list[dict[str, float]]] = {}
+    for log in logs:
+        seen = set()
+        for line in log:
+            if line["layer"] not in layers:
+                raise ValueError(f"there is no layer {line['layer']!r}")
+            product = Product(layers[line["layer"]], line["m"], line["op"], line["contract"], "bfloat16")
+            if product in seen:
+                raise ValueError(f"{_shown(line)} stands twice in one log")
+            seen.add(product)
+            runs.setdefault(product, []).append(line["us"])
     found: dict[Key, dict[int, str]] = {}
-    for (one, m), times in runs.items():
-        found.setdefault(one, {})[m] = least(times)
+    for product, times in runs.items():
+        (one, m) = key(product)
+        try:
+            found.setdefault(one, {})[m] = least(times)
+        except ValueError as error:
+            raise ValueError(f"{product.layer.name} {product.op} m={product.m}: {error}") from None
     return found
+
+
+def _shown(line: dict[str, Any]) -> str:
+    return f"{line['layer']} {line['op']} {line['contract']} m={line['m']}"
+
+
+def read(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log. Raises ValueError where one is not as `measure` writes it."""
+    lines = []
+    for number, text in enumerate(log.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            known = all(isinstance(line[name], kind) for name, kind in _LINE.items()) and bool(line["us"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            known = False
+        if not known or line["op"] not in shapes.OPS or line["contract"] not in CONTRACTS:
+            raise ValueError(f"{log}:{number} is no line of a log of this program")
+        lines.append(line)
+    return lines
+
+
+_LINE = {"gpu": str, "multiprocessors": int, "layer": str, "op": str, "contract": str, "m": int, "us": dict}
 
 
 def merged(rows: list[dict[str, Any]], found: dict[Key, dict[int, str]]) -> list[dict[str, Any]]:
@@ -143,32 +176,45 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--m", help="values of m, instead of all")
     parser.add_argument("--candidates", type=int, default=8, help="tiles that are timed for each product")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no layer after so long")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.choose and arguments.log:
+        parser.error("--log is for what is measured, and --choose measures nothing")
+    return arguments
 
 
 def main() -> int:
     """Measure or read logs, and write. Status 1 where the time was over before all was measured."""
     arguments = _arguments()
     left = 0
-    if arguments.choose:
-        lines = [json.loads(line) for log in arguments.choose for line in log.read_text().splitlines()]
-        command = f"python -m benchmarks.tune, in {len(arguments.choose)} runs; --choose from their logs"
-    elif reason := timing.missing():
-        print(f"nothing to measure with: {reason}")
+    try:
+        if arguments.choose:
+            logs = [read(log) for log in arguments.choose]
+            command = f"python -m benchmarks.tune, in {len(logs)} runs; --choose from their logs"
+        elif reason := timing.missing():
+            print(f"nothing to measure with: {reason}")
+            return 1
+        else:
+            lines, left = measure(arguments)
+            logs, command = [lines], "python -m benchmarks.tune"
+            if arguments.log:
+                arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found = chosen(logs)
+    except (OSError, ValueError) as error:
+        print(error)
         return 1
-    else:
-        lines, left = measure(arguments)
-        command = "python -m benchmarks.tune"
-    if arguments.log:
-        arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    gpus = {(line["gpu"], line["multiprocessors"]) for line in lines}
-    if len(gpus) > 1:
-        print(f"tiles are chosen for one GPU, and the logs are of {sorted(gpus)}")
+    if not found:
+        print("nothing was measured")
         return 1
     content = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
-    for gpu, multiprocessors in gpus:
-        content |= {"gpu": gpu, "multiprocessors": multiprocessors, "date": records.now(), "command": command}
-    write(arguments.output, content | {"rows": merged(content["rows"], chosen(lines))})
+    gpus = {(line["gpu"], line["multiprocessors"]) for log in logs for line in log}
+    if "gpu" in content:
+        gpus.add((content["gpu"], content["multiprocessors"]))
+    if len(gpus) > 1:
+        print(f"a table is of one GPU, and {arguments.output} and what was measured are of {sorted(gpus)}")
+        return 1
+    ((gpu, multiprocessors),) = gpus
+    content |= {"gpu": gpu, "multiprocessors": multiprocessors, "date": records.now(), "command": command}
+    write(arguments.output, content | {"rows": merged(content["rows"], found)})
     return int(left > 0)
 
 

@@ -243,8 +243,10 @@ def _check_loops(tile: Tile, code: str) -> None:
         slow = {"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop)
         assert may_wait or not slow, "what products read is not in uniform registers"
     columns = tile["TILE_N"] * (tile["GROUP_M"] // 64)
-    # Where a large tile's successor lies is worked out there, too, while the last products are on their way.
-    placing = 100 if tile["TILE_M"] > 64 else 0
+    # Where the next tile lies is worked out there, too, while the last products are on their way: PLACED_AHEAD.
+    ahead = tile["TILE_M"] > 64 and not tile["IN_TURN"]
+    ahead = ahead and (tile["TILE_N"] % 64 > 0 or tile["TILE_N"] <= 128 * tile["OUT_BOXES"])
+    placing = 100 if ahead else 0
     ends = [behind.index("EXIT") + 1 for _, behind in loops]
     assert min(ends) <= 100 + placing + columns, "the outputs' instructions lie elsewhere"
 

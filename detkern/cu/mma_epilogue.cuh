@@ -161,7 +161,7 @@ class RowPair {
 
   // batch: the elements of `out` before those of the batch. row, column: the group's first in the output; it has
   // `width` columns. any: whether this warp has rows. What a lane writes at once must be aligned, and not go beyond n.
-  // The place is worked out here, whatever comes before it is used.
+  // Worked out where this stands, however late it is used.
   DETKERN_INLINE RowPair(const GemmParams& p, int64_t batch, int64_t row, int64_t column, int width, bool any = true) {
     const uint32_t thread = thread_index(), lane = thread % 32, first = lane % 4 * LANE_COLUMNS;
     row += thread % 128 / 32 * 16 + lane / 4;

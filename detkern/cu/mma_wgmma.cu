@@ -72,8 +72,8 @@ constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that
 constexpr bool FROM_REGISTERS = TILE_M <= 64;
 constexpr int MOST_UNBOXED_ROWS = 16;
 // Whether a consumer works out where its next tile lies while the last products of this one are on their way. Groups
-// that take turns have time for it anyway; tiles of few rows are one a CTA as a rule, and end sooner without; where
-// outputs leave in more than two parts the main loop would lose its uniform registers.
+// that take turns have time for it anyway. Tiles of few rows are mostly one a CTA; and the main loop of some of them,
+// and where TMA writes a tile in more than two parts, would lose its uniform registers.
 constexpr bool PLACED_AHEAD = !IN_TURN && TILE_M > 64 && !(BOXED && TILE_N > 2 * OUT_BOXES * ATOM);
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
@@ -202,8 +202,8 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
   }
 }
 
-// The elements of `out` before those of a batch, where the output has a map: that has one batch dimension, so that what
-// batch_offset does for any number of them, in 400 instructions, is a product.
+// The elements of `out` before those of a batch, where the output has a map: that has at most one batch dimension, so
+// one product does. batch_offset, for any number, is some 320 instructions.
 DETKERN_INLINE int64_t batch_start(const GemmParams& p, int64_t batch) {
   return p.batch_rank == 0 ? 0 : batch * p.out_batch[0];
 }

@@ -169,9 +169,9 @@ class TileWalk {
 
 enum class Role { PRODUCES, CONSUMES };
 
-// The start of a CTA: its producing warp, which has made the barriers, goes on at once, the consumers wait for these. To
-// wait for the earlier grid is left to both. CTAS: of a cluster, where nobody arrives at another CTA's barriers before
-// it has made them; most of that is waited for while the earlier grid still runs.
+// The start of a CTA: its producing warp, which has made the barriers, does not wait for the consumers, these wait for
+// it. To wait for the earlier grid is left to both. CTAS: of a cluster, where nobody arrives at another CTA's barriers
+// before it has made them, so all wait for one another; mostly while the earlier grid still runs.
 template <Role ROLE, int THREAD_COUNT, int CTAS = 1>
 DETKERN_INLINE void start() {
   if constexpr (ROLE == Role::PRODUCES) {
