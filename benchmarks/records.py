@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "ROOT", "changed_sources", "cuda_sources", "kept", "slug", "versions", "write"]
+__all__ = ["RESULTS", "ROOT", "changed_sources", "command", "cuda_sources", "kept", "slug", "versions", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,7 +100,7 @@ def write(
         "gpu": gpu,
         "driver": driver,
         "versions": versions() | (more or {}),
-        "command": " ".join(["python", *_command()]),
+        "command": command(),
         "sources": {str(path.relative_to(ROOT)): _digest(path) for path in sources},
         "rows": rows,
     }
@@ -147,7 +147,7 @@ def kept(
     return rows
 
 
-def _command() -> list[str]:
+def command() -> str:
     """What ran, without the folder that --output named: it is no part of what was measured."""
     rest = [
         argument
@@ -155,9 +155,9 @@ def _command() -> list[str]:
         if before != "--output" and argument.partition("=")[0] != "--output"
     ]
     program = Path(sys.argv[0]).resolve()
-    if program.is_relative_to(ROOT):
-        return ["-m", ".".join(program.relative_to(ROOT).with_suffix("").parts), *rest]
-    return [sys.argv[0], *rest]
+    named = program.is_relative_to(ROOT)
+    module = ["-m", ".".join(program.relative_to(ROOT).with_suffix("").parts)] if named else [sys.argv[0]]
+    return " ".join(["python", *module, *rest])
 
 
 def changed_sources(record: Path) -> list[str]:

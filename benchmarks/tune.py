@@ -1,8 +1,8 @@
 """Choose the tiles of the tensor-core contracts on this GPU: `python -m benchmarks.tune [--seconds N] [--candidates N]`,
 or from the logs of runs on several GPUs of one model: `python -m benchmarks.tune --choose LOG LOG`.
 
-For every layer of shapes.toml and every m (forward), and at the training m for both gradients and the tree, the tiles that
-the tables predict to be fastest are timed in turn as timing.py does, and what was fastest is written to
+For every layer of shapes.toml and every m (forward), and at the training m for both gradients and the tree, all tiles, or
+those that the tables predict to be fastest, are timed in turn as timing.py does, and what was fastest is written to
 detkern/cu/tiles/tuned.json, which detkern/cu/tuned.py reads: data, with the GPU, the date and the command. Rows of the file
 that a run does not measure are kept.
 
@@ -42,7 +42,7 @@ def key(product: Product) -> tuple[Key, int]:
     return (product.contract, loads, sizes[1], sizes[2]), sizes[0]
 
 
-def fastest(device: Any, product: Product, operands: Operands, candidates: int) -> dict[str, float]:
+def fastest(device: Any, product: Product, operands: Operands, candidates: int | None) -> dict[str, float]:
     """Median µs of the tiles that were timed, by label, the fastest first."""
     rotating = list(zip(*(operands.rotating(product, name) for name in (*product.operands, "out")), strict=True))
     captured = {}
@@ -174,7 +174,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="*", help="layers, as gemm.py takes them")
     parser.add_argument("--what", default="forward,da,db,tree", help="of forward, da, db and tree")
     parser.add_argument("--m", help="values of m, instead of all")
-    parser.add_argument("--candidates", type=int, default=8, help="tiles that are timed for each product")
+    parser.add_argument(
+        "--candidates", type=int, help="tiles that are timed for each product, instead of all that can compute it"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no layer after so long")
     arguments = parser.parse_args()
     if arguments.choose and arguments.log:
@@ -195,7 +197,7 @@ def main() -> int:
             return 1
         else:
             lines, left = measure(arguments)
-            logs, command = [lines], "python -m benchmarks.tune"
+            logs, command = [lines], records.command()
             if arguments.log:
                 arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         found = chosen(logs)
