@@ -8,7 +8,6 @@ last call left in the cache is not what a model streams.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import math
 import statistics
@@ -30,11 +29,10 @@ Calls = Sequence[Callable[[], Any]]
 
 def missing() -> str | None:
     """What a measurement needs and is not here: PyTorch, or a CUDA device that detkern's kernels run on; else None."""
-    if importlib.util.find_spec("torch") is None:
-        return 'PyTorch is not installed; pip install "detkern[bench]"'
     from detkern.cu import device
+    from detkern.requirements import Package
 
-    return device.missing(0)
+    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing() or device.missing(0)
 
 
 class Device(Protocol):
