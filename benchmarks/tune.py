@@ -66,8 +66,8 @@ def least(runs: list[dict[str, float]]) -> str:
 
 
 def chosen(logs: Iterable[list[dict[str, Any]]]) -> dict[Key, dict[int, str]]:
-    """The tiles by `key`, from the lines of each run's log. Raises ValueError for a product that no run knows, twice in a
-    log, or whose runs have no tile in common."""
+    """The tiles by `key`, from the lines of each run's log. Raises ValueError for a layer that does not exist and for a
+    product that stands twice in a log or whose runs have no tile in common."""
     layers = {layer.name: layer for layer in shapes.load().layers}
     runs: dict[Product, list[dict[str, float]]] = {}
     for log in logs:
@@ -77,7 +77,7 @@ def chosen(logs: Iterable[list[dict[str, Any]]]) -> dict[Key, dict[int, str]]:
                 raise ValueError(f"there is no layer {line['layer']!r}")
             product = Product(layers[line["layer"]], line["m"], line["op"], line["contract"], "bfloat16")
             if product in seen:
-                raise ValueError(f"{_shown(line)} stands twice in one log")
+                raise ValueError(f"{_named(product)} stands twice in one log")
             seen.add(product)
             runs.setdefault(product, []).append(line["us"])
     found: dict[Key, dict[int, str]] = {}
@@ -86,12 +86,12 @@ def chosen(logs: Iterable[list[dict[str, Any]]]) -> dict[Key, dict[int, str]]:
         try:
             found.setdefault(one, {})[m] = least(times)
         except ValueError as error:
-            raise ValueError(f"{product.layer.name} {product.op} m={product.m}: {error}") from None
+            raise ValueError(f"{_named(product)}: {error}") from None
     return found
 
 
-def _shown(line: dict[str, Any]) -> str:
-    return f"{line['layer']} {line['op']} {line['contract']} m={line['m']}"
+def _named(product: Product) -> str:
+    return f"{product.layer.name} {product.op} {product.contract} m={product.m}"
 
 
 def read(log: Path) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                     }
                 )  # fmt: skip
                 shown = ", ".join(f"{name} {us:.2f}" for name, us in list(times.items())[:3])
-                print(f"{layer.name} {product.op} {product.contract} m={product.m}: {shown}", flush=True)
+                print(f"{_named(product)}: {shown}", flush=True)
         del operands
     print(f"{time.monotonic() - begin:.0f} s, {left} products left")
     return lines, left
@@ -188,22 +188,22 @@ def main() -> int:
     """Measure or read logs, and write. Status 1 where the time was over before all was measured."""
     arguments = _arguments()
     left = 0
-    try:
-        if arguments.choose:
+    if arguments.choose:
+        try:
             logs = [read(log) for log in arguments.choose]
-            command = f"python -m benchmarks.tune, in {len(logs)} runs; --choose from their logs"
-        elif reason := timing.missing():
-            print(f"nothing to measure with: {reason}")
+            found = chosen(logs)
+        except (OSError, ValueError) as error:
+            print(error)
             return 1
-        else:
-            lines, left = measure(arguments)
-            logs, command = [lines], records.command()
-            if arguments.log:
-                arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found = chosen(logs)
-    except (OSError, ValueError) as error:
-        print(error)
+        command = f"python -m benchmarks.tune, in {len(logs)} runs; --choose from their logs"
+    elif reason := timing.missing():
+        print(f"nothing to measure with: {reason}")
         return 1
+    else:
+        lines, left = measure(arguments)
+        if arguments.log:
+            arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        logs, found, command = [lines], chosen([lines]), records.command()
     if not found:
         print("nothing was measured")
         return 1
