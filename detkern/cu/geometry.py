@@ -23,7 +23,7 @@ from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, output_map_shape
+from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
 from .tuned import labels
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "fits",
     "launch_for",
     "load_paths",
+    "oriented",
     "predicted_us",
     "shared_limit",
     "source_of",
@@ -133,6 +134,11 @@ class Tile:
         return self._values.get("SHARES", 0)
 
     @property
+    def swapped(self) -> bool:
+        """Whether its kernel computes the transpose: the rows of a tile are columns of the output."""
+        return self._values.get("SWAPPED", 0) == 1
+
+    @property
     def by_tma(self) -> bool:
         """Whether its kernel takes the operands as tensor maps."""
         return self.table in _BY_TMA
@@ -148,6 +154,7 @@ class Tile:
             return size
         words = [f"{size}x{self['STAGES']}"]
         words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
+        words += ["swapped"] if self.swapped else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += ["filled"] if self.fills else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
@@ -228,8 +235,10 @@ def _shared_bytes(tile: Tile) -> int:
         return 2 * stages * k * (m + n) + levels + 16 * stages + 1024
     elif tile.table == "mma_wgmma":
         slab = 64 * (_slab_columns(n, 32) + 8)  # of binary32 outputs
-        if n % 64 == 0:
-            slab = -(-max(slab, 2048 * tile["OUT_BOXES"]) // 1024) * 1024
+        if tile.swapped:
+            slab = 32 * n
+        elif n % 64 == 0:
+            slab = -(-max(slab, 2048 * tile["SLAB_BOXES"]) // 1024) * 1024
         else:
             slab = max(slab, 16 * (2 * min(n, 32) + 16))
         consuming_warps = 4 * -(-m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
@@ -263,8 +272,10 @@ def _level_bytes(tile: Tile) -> int:
 
 @functools.cache
 def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load_b: Load) -> KernelBuild:
-    """What is compiled for a tile, an operand type and two load paths."""
+    """What is compiled for a tile, an operand type and the load paths of a and b."""
     shared = _shared_bytes(tile)
+    if tile.swapped:
+        load_a, load_b = load_b, load_a
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
     if contract in (MMA16, MMA8):
         macros.append(("MMA_K", 16 if contract == MMA16 else 8))
@@ -306,8 +317,25 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _transposed(problem: GemmProblem) -> GemmProblem:
+    """out.T = b.T @ a.T, whose bits are out's."""
+
+    def turned(matrix: Matrix) -> Matrix:
+        return replace(matrix, row_stride=matrix.col_stride, col_stride=matrix.row_stride)
+
+    return replace(
+        problem, m=problem.n, n=problem.m, a=turned(problem.b), b=turned(problem.a), out=turned(problem.out)
+    )
+
+
+def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
+    """The problem as the tile's kernel has it: a swapped tile's is the transpose, but for the bias, which goes by rows then."""
+    return _transposed(problem) if tile.swapped else problem
+
+
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
-    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too."""
+    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem: oriented."""
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     count = -(-problem.m // (2 * rows)) * 2 if tile.shares == SHARED_B else -(-problem.m // rows)
     count *= -(-problem.n // (2 * columns)) * 2 if tile.shares == SHARED_A else -(-problem.n // columns)
@@ -334,6 +362,8 @@ def launch_for(
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
+    maps = _maps(problem, tile, load_a, load_b) if tile.by_tma else None
+    problem = oriented(problem, tile)
     if not _has_rows_to_share(problem, tile):
         raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
     cluster = _cluster(problem, tile)
@@ -351,7 +381,7 @@ def launch_for(
         threads=tile.threads,
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
         cluster=cluster,
-        maps=_maps(problem, tile, load_a, load_b) if tile.by_tma else None,
+        maps=maps,
         prefetch_bytes=_prefetch_bytes(problem, tile, grid, multiprocessors),
     )
 
@@ -362,7 +392,7 @@ def _prefetch_bytes(problem: GemmProblem, tile: Tile, grid: int, multiprocessors
     """
     if tile.table != "mma_wgmma" or problem.batch:
         return 0
-    if tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
+    if tile.swapped or tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
         return _PREFETCH_UNIT
     read = 2 * problem.k * tile["TILE_N"] * -(-_tile_count(problem, tile) // grid)
     return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
@@ -372,13 +402,15 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
+    if not tile.get("STRIDED_OUT", 1) and output_map_shape(problem) is None and (tile.swapped or not out_pairs(problem)):
         return False
-    if not _has_rows_to_share(problem, tile):
+    if tile.by_tma and not (available() and map_shapes(problem, _along_k(loads)) is not None):
         return False
-    return not tile.by_tma or (
-        available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
-    )
+    problem = oriented(problem, tile)
+    # Boxes of a swapped tile's tokens are whole.
+    if not _has_rows_to_share(problem, tile) or (tile.swapped and problem.n < tile["TILE_N"]):
+        return False
+    return not tile.by_tma or _tile_count(problem, tile) <= _GRID_LIMIT
 
 
 def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
@@ -386,16 +418,18 @@ def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
-    """The tensor maps with the tile's boxes."""
+    """The tensor maps with the tile's boxes, of the operands as the kernel has them."""
     shapes = map_shapes(problem, _along_k((load_a, load_b)))
     if shapes is None:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
-    out = output_map_shape(problem)
-    present = None if tile.fills and shapes[0].whole else problem.m
+    out = output_map_shape(problem) if tile.stores_by_tma else None
+    if tile.swapped:
+        shapes, load_a, load_b = shapes[::-1], load_b, load_a
+    present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
     return Maps(
         a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
         b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
-        out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
+        out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
     )
 
 
@@ -421,7 +455,7 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
     """A time to compare tiles by, from the tables: full waves of CTAs, then what is left on the multiprocessors; no less
     than the operands take from memory."""
     at_once = tile["CTAS_PER_SM"]
-    waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
+    waves, left = divmod(_tile_count(oriented(problem, tile), tile), multiprocessors * at_once)
     time = waves * tile.wave_us
     if left:
         on_one = -(-left // multiprocessors)
