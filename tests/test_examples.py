@@ -146,7 +146,7 @@ def _encoder(folder: Path) -> None:
 def test_a_device_that_is_not_here_is_one_sentence_and_status_2(name: str, device: str) -> None:
     """No GPU, a device that PyTorch has and no backend serves, and no device at all."""
     if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("gpu: there is one")
     done = CliRunner().invoke(load(name).main, ["--device", device])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"cannot run on --device {device}: ")
