@@ -11,10 +11,24 @@ import contextlib
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["TURNS", "WARM", "Captured", "Cuda", "Device", "capture", "interleave", "medians", "missing", "sets"]
+__all__ = [
+    "TURNS",
+    "WARM",
+    "Captured",
+    "Cuda",
+    "Device",
+    "capture",
+    "interleave",
+    "leave_if",
+    "medians",
+    "missing",
+    "no_torch",
+    "sets",
+]
 
 TURNS = 7
 WARM = 2  # turns that are not counted
@@ -28,11 +42,28 @@ Calls = Sequence[Callable[[], Any]]
 
 
 def missing() -> str | None:
-    """What a measurement needs and is not here: PyTorch, or a CUDA device that detkern's kernels run on; else None."""
+    """What a measurement needs and is not here: PyTorch, or a CUDA device that it and detkern's kernels run on; else None."""
     from detkern.cu import device
+
+    if reason := no_torch() or device.missing(0):
+        return reason
+    import torch
+
+    return None if torch.cuda.is_available() else f"PyTorch {torch.__version__} shows no CUDA device"
+
+
+def no_torch() -> str | None:
+    """That PyTorch is not installed, or None."""
     from detkern.requirements import Package
 
-    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing() or device.missing(0)
+    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing()
+
+
+def leave_if(reason: str | None) -> None:
+    """End with status 2 and one sentence on standard error where something that a benchmark needs is not here."""
+    if reason is not None:
+        print(f"cannot run here: {reason}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 class Device(Protocol):

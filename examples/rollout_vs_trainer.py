@@ -28,14 +28,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from machine import packages, torch_device
 
-from detkern.torch import batch_invariant_mode
+with packages():
+    import click
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from detkern.torch import batch_invariant_mode
 
 STEP = 16  # k of one mma16 group: where a sequence may start without a change to its bits
 SIZES = (1, 2, 5, 8, 16)  # the rollout's batch sizes, in turn
@@ -304,7 +307,7 @@ def main(
 ) -> None:
     """Compare a rollout with its trainer, with PyTorch alone and with detkern. Exit code 1 where detkern differs."""
     console = Console(width=120)
-    place, large = torch.device(device), device != "cpu"
+    place, large = torch_device(device), device != "cpu"
     sequences, tokens = sequences or (32 if large else 8), tokens or (64 if large else 12)
     console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device}, {dtype}: "
                   f"{sequences} sequences, {tokens} tokens written in each, {layers} layers")  # fmt: skip

@@ -529,11 +529,23 @@ def test_what_a_measurement_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr(sys, "argv", ["gemm"])
     monkeypatch.setattr(device, "missing", lambda index: "there is no CUDA device")
-    assert gemm.main() == 1
-    assert "there is no CUDA device" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert gemm.main() == 1
-    assert "PyTorch is not installed" in capsys.readouterr().out
+    for said in ("there is no CUDA device", "PyTorch is not installed"):
+        with pytest.raises(SystemExit) as ended:
+            gemm.main()
+        assert ended.value.code == 2
+        assert f"cannot run here: {said}" in capsys.readouterr().err
+        monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def test_a_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern.cu import device
+
+    torch = types.SimpleNamespace(__version__="2.13.0+cpu", cuda=types.SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "missing", lambda index: None)
+    assert timing.missing() == "PyTorch 2.13.0+cpu shows no CUDA device"
+    torch.cuda.is_available = lambda: True
+    assert timing.missing() is None
 
 
 @pytest.mark.parametrize("op", shapes.OPS)
