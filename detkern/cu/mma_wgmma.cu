@@ -73,8 +73,7 @@ constexpr int SWAPPED_SLAB_BYTES = TILE_N * ATOM_ROW_BYTES / 4;  // a quarter of
 constexpr int SLAB_BYTES = SWAPPED ? SWAPPED_SLAB_BYTES : BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
 
 constexpr int STARTING_THREADS = (CONSUMING_WARPS + 1) * 32;
-constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
-constexpr int SLAB_BARRIER = 3;  // and so on: one a consumer, of swapped tiles
+constexpr int GROUP_BARRIER = 3;  // and so on: one a consumer
 
 constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
@@ -169,7 +168,7 @@ DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing
     ring.release(before);
     multiply<HEAD, STEPS>(acc, a, a + to_b);
   }
-  if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
+  if (IN_TURN) named_barrier_arrive<2 * GROUP>(GROUP_BARRIER + (group ^ 1));
   meanwhile();
   wgmma_wait<0>();
   ring.release(last);
@@ -252,7 +251,7 @@ DETKERN_INLINE void store_columns(const TensorMap& map_out, const OutputTile& ti
                                   const Accumulators& acc) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   slab -= warp * SLAB_BYTES;
-  const int barrier = SLAB_BARRIER + thread / GROUP;
+  const int barrier = GROUP_BARRIER + thread / GROUP;
   const bool issues = warp == 0 && elected();
   if (issues) store_tensor_wait_read();
   named_barrier<GROUP>(barrier);
@@ -464,7 +463,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     }
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
     // has taken all that come before.
-    if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
+    if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(GROUP_BARRIER + group);
     first = false;
     wait_for_earlier_grid();  // as late as can be: what stands before it is done while that grid still ends
     multiply_tile<FROM_ZERO>(acc, ring, position, row, blocks, group, [&] {
