@@ -128,7 +128,9 @@ class _Affine(torch.autograd.Function):  # type: ignore[misc]
         return *_gradients(ctx, dc), None, None, None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, dacc: Any, dinput: Any, *_: Any) -> Any:
+        dacc, dinput = route.tangents((dacc, dinput), (torch.float32, ctx.dtype))
         zero = torch.zeros(ctx.full, device=(dacc if dacc is not None else dinput).device)
         return affine(dacc if dacc is not None else zero, dinput, ctx.alpha, ctx.beta, ctx.out_dtype)
 
