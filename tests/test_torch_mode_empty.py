@@ -206,6 +206,31 @@ def test_row_functions_differentiate_what_is_empty(name: str, shape: tuple[int, 
     _agree(*found, {"rtol": 1e-3, "atol": 1e-4})
 
 
+X, W, C = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
+STACKS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "linear over x": lambda x, w, c: F.linear(x, W, C),
+    "linear over weights": lambda x, w, c: F.linear(X, w),
+    "linear over biases": lambda x, w, c: F.linear(X, W, c),
+    "linear over all": F.linear,
+    "matmul": lambda x, w, c: x @ w.t(),
+    "addmm": lambda x, w, c: torch.addmm(c, X, w.t(), alpha=2),
+    "softmax": lambda x, w, c: x.softmax(-1),
+    "rms_norm": lambda x, w, c: F.rms_norm(x, (5,), w[0]),
+    "gradients": lambda x, w, c: torch.func.grad(lambda c: F.linear(X, w, c).softmax(-1).square().sum())(c),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_vmap_over_nothing(name: str) -> None:
+    function, stacks = STACKS[name], [torch.randn(0, *x.shape) for x in (X, W, C)]
+    wanted = torch.func.vmap(function)(*stacks)
+    loss = lambda *stacks: torch.func.vmap(function)(*stacks).sum()
+    slopes = torch.func.grad(loss, (0, 1, 2))(*stacks)
+    with batch_invariant_mode(strict=True):
+        _agree([torch.func.vmap(function)(*stacks)], [wanted], {})
+        _agree(list(torch.func.grad(loss, (0, 1, 2))(*stacks)), list(slopes), {})
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FEW)
