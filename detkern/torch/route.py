@@ -48,7 +48,7 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or forward_mode()
+        or (forward_ad._current_level >= 0 and forward_mode())
         or first.is_meta
     )
 
