@@ -243,8 +243,10 @@ class _TransformedMatmul(torch.autograd.Function):  # type: ignore[misc]
         return *_matmul_gradients(ctx, dc), None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, da: Any, db: Any, _: Any) -> Any:
-        a, b = ctx.saved_tensors
+        a, b = route.primals(ctx)
+        da, db = route.tangents((da, db), (ctx.dtype, ctx.dtype))
         pairs = [(da, b)] if da is not None else []
         pairs += [(a, db)] if db is not None else []
         return _sum([matmul(left, right, ctx.settings) for left, right in pairs])
@@ -273,8 +275,10 @@ class _TransformedLinear(torch.autograd.Function):  # type: ignore[misc]
         return *_linear_gradients(ctx, dc), None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, dx: Any, dweight: Any, dbias: Any, _: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = route.primals(ctx)
+        dx, dweight = route.tangents((dx, dweight), (ctx.dtype, ctx.dtype))
         pairs = [(dx, weight)] if dx is not None else []
         pairs += [(x, dweight)] if dweight is not None else []
         settings = Settings(*ctx.settings[:3])
@@ -306,8 +310,9 @@ class _TransformedBiasGradient(torch.autograd.Function):  # type: ignore[misc]
         return _spread(ctx, incoming), None, None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, ddc: Any, *_: Any) -> Any:
-        return bias_gradient(ddc, *ctx.options)
+        return bias_gradient(ddc.to(ctx.dtype), *ctx.options)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, dc: Any, out_dtype: Any, backend: str | None) -> Any:

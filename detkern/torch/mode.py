@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,9 +14,13 @@ from ..dtypes import DTYPES
 from ..errors import ArgumentError, ContractUnsupported
 from ..requirements import TABLE
 from . import coverage
+from .decorating import decorated
 from .watch import Watch
 
 __all__ = ["batch_invariant_mode"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 _DEVICES = ("cpu", "cuda", "musa", "npu")
@@ -37,8 +41,8 @@ _said: set[tuple[str, str]] = set()
 
 
 class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
-    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block or between `enable()`
-    and `disable()`.
+    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block, of a function that it
+    decorates, or between `enable()` and `disable()`.
 
     torch.mm, addmm, bmm, baddbmm, mv, addmv, dot, and what is made of them (linear, matmul, einsum, tensordot,
     torch.nn.MultiheadAttention, ...) follow a contract, and so do mean, sum, softmax, log_softmax and cross_entropy;
@@ -86,6 +90,15 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         return (
             f"batch_invariant_mode(contract={self.contracts}, device_types={self.device_types}, strict={self.strict})"
         )
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """As a decorator: the mode is on during each call of `function`, in the thread that makes it; in recursive and
+        concurrent calls too. Of a generator and of a coroutine it is on while their code runs, not while they wait.
+
+        Raises:
+            ArgumentError: a class, an async generator, or nothing that can be called.
+        """
+        return decorated(self, function)
 
     def enable(self) -> None:
         """Enter the mode until `disable()`, in this thread."""

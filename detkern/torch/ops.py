@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import api
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, DTypeError, ShapeError
-from . import batching
+from . import batching, route
 
 __all__ = ["OPS", "autocast", "guarded", "library", "torch_dtype"]
 
@@ -80,7 +79,7 @@ def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def guarded(*arguments: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if route.forward_mode():
             raise ArgumentError(
                 "torch.ops.detkern has no forward-mode derivative, and torch.compile traces nothing else: call the functions "
                 "of detkern.torch, uncompiled, which have one"
