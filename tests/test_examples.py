@@ -54,13 +54,15 @@ def load(name: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_rollout_and_trainer_agree_to_the_bit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
+def test_rollout_and_trainer_agree_to_the_bit(
+    model: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example = load("rollout_vs_trainer")
     monkeypatch.setattr(example, "SMALL", SMALL)
     done = CliRunner().invoke(
         example.main,
-        ["--model", model, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
+        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "rollout and trainer agree to the bit" in done.output

@@ -26,7 +26,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 _DEVICES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
-_ROW_OPS = ("sum", "mean", "softmax", "log_softmax")
+_ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention")
 _ROW_DEVICES = tuple(
     device
     for device in _DEVICES
@@ -45,8 +45,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
     decorates, or between `enable()` and `disable()`.
 
     torch.mm, addmm, bmm, baddbmm, mv, addmv, dot, and what is made of them (linear, matmul, einsum, tensordot,
-    torch.nn.MultiheadAttention, ...) follow a contract, and so do mean, sum, softmax, log_softmax and cross_entropy;
-    docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same contracts, wherever the backward
+    torch.nn.MultiheadAttention, ...) follow a contract, and so do scaled_dot_product_attention, mean, sum, softmax,
+    log_softmax and cross_entropy; docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same contracts, wherever the backward
     runs. The mode belongs to the thread that enters it and to the backward passes started there. Modes nest; the
     innermost decides for its device types.
 
@@ -55,9 +55,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             is an mm, or with bias an addmm; matmul an mm for a matrix on the right, else a bmm). It holds for the operand
             types that it takes; the others, and ops that are not named, follow the default of `detkern.torch.matmul`.
         device_types: the types of device on which the mode is at work; tensors elsewhere are PyTorch's alone.
-        strict: raise ContractUnsupported where a product that the mode does not cover (float64,
-            scaled_dot_product_attention, _scaled_mm, _grouped_mm, a convolution, ...) is about to run. Without it PyTorch
-            computes it, and a warning says so once for each op and reason.
+        strict: raise ContractUnsupported where a product that the mode does not cover (float64, attention with dropout,
+            _scaled_mm, _grouped_mm, a convolution, ...) is about to run. Without it PyTorch computes it, and a warning
+            says so once for each op and reason.
 
     Raises:
         ArgumentError: an op or a device type that there is not. ContractUnsupported: no such contract.
@@ -142,6 +142,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
                 return python(*args, **kwargs)
         name = coverage.name_of(func)
         if name in coverage.PLAIN:
+            if torch.compiler.is_compiling():
+                func = coverage.TRACED.get(name, func)
             return func(*args, **kwargs)
         if name in coverage.UNCOVERED:
             self.uncovered(name, "", *args, *kwargs.values())
@@ -209,10 +211,12 @@ def _subject(name: str, why: str, what: str) -> str:
 
 
 def _refusal(name: str, why: str, what: str) -> str:
-    if "attention" in name:
-        advice = "use eager attention, as in attn_implementation='eager' or softmax(q @ k.T) @ v"
-    elif why in ("torch.float64", "torch.complex64", "torch.complex128"):
+    if why in ("torch.float64", "torch.complex64", "torch.complex128"):
         advice = "cast the operands to float32, float16 or bfloat16"
+    elif why.startswith("dropout"):
+        advice = "set dropout_p to 0"
+    elif "attention" in name:
+        advice = "use torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa') or eager attention"
     else:
         advice = "docs/batch-invariant-mode.md lists what is"
     return f"{_subject(name, why, what)}; {advice}, or strict=False lets PyTorch compute it"
