@@ -17,15 +17,15 @@ import torch
 
 from .. import api
 from ..errors import ArgumentError
-from ..torch import batching, eager, ops, route
+from ..torch import batching, eager, main_grads, ops, route
 from .rules import GradientProduct, Layout, linear_gradient, matmul_gradient
 
 __all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
-    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that the backward
-    adds to, instead of returning the gradient."""
+    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that a backward
+    adds to, instead of returning the gradient; detkern/torch/main_grads.py."""
 
     contract: str | None
     out_dtype: Any
@@ -107,6 +107,21 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
             "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: call "
             "linear without accumulate where create_graph=True"
         )
+    functions = ()
+    if main_grad is not None or bias_main_grad is not None:
+        functions = ctx.next_functions
+        # A compiler traces every backward as a call of torch.autograd.grad for all there is, so what is asked for shows only
+        # when its graph runs, and the ops that accumulate look then.
+        if type(dc) is torch.Tensor:
+            if main_grad is not None:
+                asked = main_grads.asked(functions, main_grad)
+                needs_weight, main_grad = needs_weight and asked is not False, None if asked is None else main_grad
+            if bias_main_grad is not None:
+                asked = main_grads.asked(functions, bias_main_grad)
+                needs_bias, bias_main_grad = (
+                    needs_bias and asked is not False,
+                    None if asked is None else bias_main_grad,
+                )
     dx = dweight = dbias = None
     with _no_autocast(dc):
         sources = {"x": x, "weight": weight, "dc": dc if dc.dtype is ctx.dtype else dc.to(ctx.dtype)}
@@ -117,12 +132,14 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
             if main_grad is None:
                 dweight = _gradient(rule, sources, settings)
             else:
-                _accumulate(main_grad, rule, sources, settings)
+                _accumulate(main_grad, functions, rule, sources, settings)
         if needs_bias:
             if bias_main_grad is None:
                 dbias = bias_gradient(dc, ctx.bias_dtype, settings.backend)
             elif route.direct(dc, bias_main_grad):
-                api.bias_gradient(dc, out=bias_main_grad, accumulate=True, backend=settings.backend)
+                out = main_grads.destination(functions, bias_main_grad)
+                if out is not None:
+                    api.bias_gradient(dc, out=out, accumulate=True, backend=settings.backend)
             else:
                 torch.ops.detkern.bias_gradient_accumulate_.default(bias_main_grad, dc, settings.backend)
     return dx, dweight, dbias
@@ -163,12 +180,16 @@ def _gradient(rule: GradientProduct, sources: dict[str, Any], settings: Settings
     return gradient if rule.shape is None else gradient.reshape(rule.shape)
 
 
-def _accumulate(out: Any, rule: GradientProduct, sources: dict[str, Any], settings: Settings) -> None:
+def _accumulate(
+    main_grad: Any, functions: Any, rule: GradientProduct, sources: dict[str, Any], settings: Settings
+) -> None:
     left, right = _laid(sources, rule.left), _laid(sources, rule.right)
-    if route.direct(left, right, out):
-        api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
+    if route.direct(left, right, main_grad):
+        out = main_grads.destination(functions, main_grad)
+        if out is not None:
+            api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
     else:
-        torch.ops.detkern.matmul_accumulate_.default(out, left, right, settings.contract, settings.backend)
+        torch.ops.detkern.matmul_accumulate_.default(main_grad, left, right, settings.contract, settings.backend)
 
 
 # Past the dispatcher.

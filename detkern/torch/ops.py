@@ -15,7 +15,7 @@ import torch
 from .. import api
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, DTypeError, ShapeError
-from . import batching, route
+from . import batching, main_grads, route
 
 __all__ = ["OPS", "autocast", "guarded", "library", "torch_dtype"]
 
@@ -67,11 +67,21 @@ def _bias_gradient(dc: Any, out_dtype: Any = None, backend: str | None = None) -
 
 
 def _matmul_accumulate(out: Any, a: Any, b: Any, contract: str | None = None, backend: str | None = None) -> None:
-    api.gemm(a, b, out=out, accumulate=True, contract=contract, backend=backend)
+    out = _destination(out)
+    if out is not None:
+        api.gemm(a, b, out=out, accumulate=True, contract=contract, backend=backend)
 
 
 def _bias_gradient_accumulate(out: Any, dc: Any, backend: str | None = None) -> None:
-    api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
+    out = _destination(out)
+    if out is not None:
+        api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
+
+
+def _destination(main_grad: Any) -> Any:
+    """In a backward, what it asks for is known only when it runs, not when a compiler traces it."""
+    node = torch._C._current_autograd_node()
+    return main_grad if node is None else main_grads.destination(node.next_functions, main_grad)
 
 
 def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
