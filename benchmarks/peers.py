@@ -12,7 +12,7 @@ from typing import Any
 
 from .shapes import Product
 
-__all__ = ["NAMES", "Peer", "Unserved", "here"]
+__all__ = ["NAMES", "Peer", "Unserved", "detkern_call", "here"]
 
 Call = Callable[[], Any]
 
@@ -24,10 +24,11 @@ class Unserved(Exception):
 @dataclass(frozen=True)
 class Peer:
     """bind: from a product and its a, b and out, as they lie in memory (`Product.trans_a` and `trans_b` say how they are
-    meant), to the call; raises Unserved. setting: what holds while it is called and captured."""
+    meant), to the call; raises Unserved. detkern's takes `accumulate` too. setting: what holds while it is called and captured.
+    """
 
     name: str
-    bind: Callable[[Product, Any, Any, Any], Call]
+    bind: Callable[..., Call]
     setting: Callable[[Product], AbstractContextManager[Any]] = lambda product: contextlib.nullcontext()
 
 
@@ -35,13 +36,15 @@ def _views(product: Product, a: Any, b: Any) -> tuple[Any, Any]:
     return a.t() if product.trans_a else a, b.t() if product.trans_b else b
 
 
-def detkern_call(product: Product, a: Any, b: Any, out: Any, backend: str | None = None) -> Call:
+def detkern_call(
+    product: Product, a: Any, b: Any, out: Any, backend: str | None = None, accumulate: bool = False
+) -> Call:
     """detkern's call of a product."""
     import detkern
 
     return functools.partial(
         detkern.gemm, a, b, trans_a=product.trans_a, trans_b=product.trans_b, out=out, contract=product.contract,
-        backend=backend,
+        backend=backend, accumulate=accumulate,
     )  # fmt: skip
 
 
