@@ -11,7 +11,7 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,12 @@ def sources() -> list[Path]:
     return [*gemm.sources(), folder / "drawn.py", folder / "models.py", folder / "models.toml"]
 
 
-def _bind(peer: peers.Peer, drawn: Drawn, one: Set) -> Callable[[], Any]:
-    """The call. A float32 result is detkern's alone: peers compute the 16-bit product, which is what it is compared with."""
-    if peer.name == "detkern" and drawn.accumulate:
-        return peer.bind(drawn.product, one.a, one.b, one.out, accumulate=True)
-    return peer.bind(drawn.product, one.a, one.b, one.out if peer.name == "detkern" else one.peer_out)
+def _calls(device: Any, peer: peers.Peer, drawn: Drawn, sets: list[Set]) -> Sequence[Callable[[], Any]]:
+    """A call a set. A float32 result is detkern's alone: peers compute the 16-bit product, which is what it is compared with."""
+    if peer.name != "detkern":
+        return peer.calls(device, drawn.product, [(one.a, one.b, one.peer_out) for one in sets])
+    more = {"accumulate": True} if drawn.accumulate else {}
+    return [peer.bind(drawn.product, one.a, one.b, one.out, **more) for one in sets]
 
 
 def measure(
@@ -107,7 +108,7 @@ def measure(
         out = sets[0].out if peer.name == "detkern" else sets[0].peer_out
         try:
             with peer.setting(product):
-                calls = [_bind(peer, drawn, one) for one in sets]
+                calls = _calls(device, peer, drawn, sets)
                 if peer.name == "detkern" and drawn.accumulate:
                     out.zero_()
                 else:

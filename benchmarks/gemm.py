@@ -52,7 +52,7 @@ def measure(device: Any, product: Product, operands: Operands, compared: Iterabl
     for peer in compared:
         try:
             with peer.setting(product):
-                calls = [peer.bind(product, *one) for one in zip(*rotating, strict=True)]
+                calls = peer.calls(device, product, list(zip(*rotating, strict=True)))
                 found = timing.capture(device, calls)
         except Exception as error:
             if peer.name in ("detkern", "cublas"):

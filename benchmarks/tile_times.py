@@ -22,7 +22,6 @@ __all__ = ["WITHIN", "Calls", "TileTimes", "considered", "measure", "regret"]
 WITHIN = 2.0  # times the least predicted time
 FEWEST = 6  # tiles, however slow they are predicted to be
 CLOSE, MOST_CLOSE = 1.15, 8  # times the fastest rough time, and tiles, that are timed in turn
-ROUGH_REPLAYS = 2
 TURNS, WARM, TURN_US = 5, 1, 700.0
 LAST, LAST_TURNS, LAST_TURN_US = 3, 9, 1500.0  # the fastest that a choice is compared with, again
 
@@ -76,7 +75,7 @@ def measure(
     for tile in timed:
         label = str(tile)
         found = timing.capture(device, (calls or own)(tile))
-        rough[label] = _rough(device, found)
+        rough[label] = timing.rough(device, found)
         fastest = min(fastest, rough[label])
         # Graphs of a tile that is out already are let go at once: of large products each holds much.
         if rough[label] <= CLOSE * fastest or tile == chosen:
@@ -86,14 +85,6 @@ def measure(
     kept = {name: captured[name] for name in dict.fromkeys((*close[:MOST_CLOSE], label))}
     us = _medians(device, kept, TURNS, TURN_US)
     return TileTimes(label, us, rough, count), kept
-
-
-def _rough(device: Any, captured: timing.Captured) -> float:
-    captured.graph.replay()  # the first one uploads the graph
-    begin = device.mark()
-    for _ in range(ROUGH_REPLAYS):
-        captured.graph.replay()
-    return float(device.between(begin, device.mark())) / (ROUGH_REPLAYS * captured.calls)
 
 
 def _medians(device: Any, captured: Mapping[str, timing.Captured], turns: int, turn_us: float) -> dict[str, float]:

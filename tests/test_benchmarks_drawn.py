@@ -229,7 +229,7 @@ def test_what_is_accumulated_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """detkern is given the float32 result and told to add; cuBLAS the 16-bit one in the same memory."""
     one = _small(1, 15)
     each = Pool([one], 4096, "cpu").sets(one)[0]
-    ours = drawn_run._bind(peers._PEERS["detkern"], one, each)
+    (ours,) = drawn_run._calls(Host(), peers._PEERS["detkern"], one, [each])
     each.out.fill_(1.0)
     ours()
     once = each.out.clone()
@@ -238,7 +238,8 @@ def test_what_is_accumulated_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = left.T @ right
     assert (once - 1 - exact).abs().max() < 1e-3
     assert (each.out - 1 - 2 * exact).abs().max() < 1e-3
-    drawn_run._bind(peers._PEERS["cublas"], one, each)()
+    (theirs,) = drawn_run._calls(Host(), peers._PEERS["cublas"], one, [each])
+    theirs()
     assert (each.peer_out.double() - exact).norm() < 0.01 * exact.norm()
 
 
