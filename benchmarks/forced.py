@@ -8,7 +8,7 @@ from typing import Any
 
 from .shapes import Product
 
-__all__ = ["contract_of", "forced_call", "forced_calls", "problem_of_sizes", "tiles_of"]
+__all__ = ["contract_of", "forced_call", "forced_calls", "problem_of_sizes", "seen", "tiles_of"]
 
 
 def contract_of(product: Product) -> Any:
@@ -68,34 +68,41 @@ def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
 
 def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callable[[], None]:
     """The product by a tile, on PyTorch's current stream; compiles and plans now. a, b: as `Product` has them."""
-    return forced_calls(product, tile, [(a, b, out)])[0]
+    problem, views = seen(product, [(a, b, out)])
+    return forced_calls(problem, tile, views)[0]
 
 
-def forced_calls(
-    product: Product, tile: Any, matrices: Iterable[tuple[Any, Any, Any]], accumulate: bool = False
-) -> list[Callable[[], None]]:
-    """`forced_call` for each of several sets of matrices, which lie in memory alike: planned once.
+def seen(
+    product: Product, matrices: Iterable[tuple[Any, Any, Any]], accumulate: bool = False
+) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+    """The problem of several sets of a, b and out, and detkern's views of each. Raises ValueError where the sets do not lie in
+    memory alike.
 
     accumulate: to what is in `out`, which is float32 then.
     """
+    from detkern.problem import gemm_problem
+
+    views = [_views(product, *one) for one in matrices]
+    problems = {gemm_problem(contract_of(product), *three, None, accumulate) for three in views}
+    if len(problems) != 1:
+        raise ValueError("the sets of matrices do not lie in memory alike")
+    return problems.pop(), views
+
+
+def forced_calls(problem: Any, tile: Any, views: Iterable[tuple[Any, Any, Any]]) -> list[Callable[[], None]]:
+    """The call by a tile for each of the sets that `seen` gave, planned once."""
     import torch
 
     from detkern.backend import Execution
     from detkern.cu import geometry, launch
     from detkern.cu.device import describe
     from detkern.dtypes import by_name
-    from detkern.problem import gemm_problem
     from detkern.tensors import Device, TensorView
 
     facts = describe(0)
     device = Device("cuda", 0)
     byte = by_name("e4m3")
     assert byte is not None
-    all_views = [_views(product, *one) for one in matrices]
-    problems = {gemm_problem(contract_of(product), *views, None, accumulate) for views in all_views}
-    if len(problems) != 1:
-        raise ValueError("the sets of matrices do not lie in memory alike")
-    (problem,) = problems
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
     plan = launch.plan_for(problem, facts, torch.cuda.current_stream().cuda_stream, chosen)
 
@@ -103,8 +110,8 @@ def forced_calls(
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         return TensorView(memory.data_ptr(), (size,), (1,), byte, device, array=memory)
 
-    def call(views: tuple[TensorView, TensorView, TensorView]) -> None:
+    def call(three: tuple[TensorView, TensorView, TensorView]) -> None:
         execution = Execution(device, torch.cuda.current_stream().cuda_stream, allocate)
-        launch.enqueue(plan, *views, None, execution)
+        launch.enqueue(plan, *three, None, execution)
 
-    return [functools.partial(call, views) for views in all_views]
+    return [functools.partial(call, three) for three in views]

@@ -8,24 +8,23 @@ the fastest are timed in turn as benchmarks/timing.py does.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import timing
 from .drawn import Drawn
-from .forced import forced_calls, problem_of_sizes
+from .forced import forced_calls, seen
 from .pool import Set
 
-__all__ = ["WITHIN", "Calls", "TileTimes", "considered", "measure", "regret"]
+__all__ = ["WITHIN", "TileTimes", "considered", "measure", "regret"]
 
 WITHIN = 2.0  # times the least predicted time
 FEWEST = 6  # tiles, however slow they are predicted to be
 CLOSE, MOST_CLOSE = 1.15, 8  # times the fastest rough time, and tiles, that are timed in turn
+MOST_SETS = 128  # of operands: each tile has to capture a call for every one
 TURNS, WARM, TURN_US = 5, 1, 700.0
 LAST, LAST_TURNS, LAST_TURN_US = 3, 9, 1500.0  # the fastest that a choice is compared with, again
-
-Calls = Callable[[Any], Sequence[Callable[[], Any]]]
 
 
 @dataclass(frozen=True)
@@ -57,24 +56,16 @@ def considered(
 
 def measure(
     device: Any, drawn: Drawn, sets: Sequence[Set], capability: tuple[int, int], multiprocessors: int,
-    calls: Calls | None = None, within: float = WITHIN,
+    within: float = WITHIN,
 ) -> tuple[TileTimes, dict[str, timing.Captured]]:  # fmt: skip
-    """The times, and the captured graphs of those tiles that were timed in turn and of the chosen one.
-
-    calls: of a tile, instead of detkern's own kernels.
-    """
-    product = drawn.product
-    problem = problem_of_sizes(product, drawn.output_f32, drawn.accumulate)
+    """The times, and the captured graphs of those tiles that were timed in turn and of the chosen one."""
+    problem, views = seen(drawn.product, [one[:3] for one in sets[:MOST_SETS]], drawn.accumulate)
     chosen, timed, count = considered(problem, capability, multiprocessors, within)
-
-    def own(tile: Any) -> Sequence[Callable[[], Any]]:
-        return forced_calls(product, tile, [one[:3] for one in sets], drawn.accumulate)
-
     captured, rough = {}, {}
     fastest = float("inf")
     for tile in timed:
         label = str(tile)
-        found = timing.capture(device, (calls or own)(tile))
+        found = timing.capture(device, forced_calls(problem, tile, views))
         rough[label] = timing.rough(device, found)
         fastest = min(fastest, rough[label])
         # Graphs of a tile that is out already are let go at once: of large products each holds much.

@@ -267,9 +267,9 @@ def test_a_wrong_result_has_no_time() -> None:
 
 
 def _forced(host: Host, us: Callable[[Any], float], timed: list[str]) -> Callable[..., Any]:
-    def forced_calls(product: Product, tile: Any, matrices: Any, accumulate: bool = False) -> list[Callable[[], Any]]:
+    def forced_calls(problem: Any, tile: Any, views: Any) -> list[Callable[[], Any]]:
         timed.append(str(tile))
-        return [host.taking(us(tile), lambda: None) for _ in matrices]
+        return [host.taking(us(tile), lambda: None) for _ in views]
 
     return forced_calls
 
@@ -287,7 +287,7 @@ def test_the_regret_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
     us = {str(chosen): 12.0, best: 10.0}
     monkeypatch.setattr(tile_times, "forced_calls", _forced(host, lambda tile: us.get(str(tile), 40.0), timed))
-    pool = [(None, None, None, None)] * 3
+    pool = Pool([one], 4096, "cpu").sets(one)
     times, captured = tile_times.measure(host, one, pool, (9, 0), 132)
     assert timed == [str(tile) for tile in considered]
     assert times.rough[best] == 10.0

@@ -197,15 +197,12 @@ def test_a_log_is_written_on_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fit.timing, "Cuda", lambda: host)
     monkeypatch.setattr(fit, "sampled", lambda seed, count: [small] * count)
     monkeypatch.setattr(
-        fit, "Pool", lambda *arguments: types.SimpleNamespace(sets=lambda one: [(None, None, None, None)] * 2)
-    )
-    monkeypatch.setattr(
         "detkern.cu.device.describe",
         lambda index: types.SimpleNamespace(name="A GPU", capability=(9, 0), multiprocessors=132),
     )
 
-    def forced_calls(product: Any, tile: Any, matrices: Any, accumulate: bool) -> list[Any]:
-        return [host.taking(100.0 + tile["TILE_N"], lambda: None) for _ in matrices]
+    def forced_calls(problem: Any, tile: Any, views: Any) -> list[Any]:
+        return [host.taking(100.0 + tile["TILE_N"], lambda: None) for _ in views]
 
     monkeypatch.setattr(tile_times, "forced_calls", forced_calls)
     log = tmp_path / "log"
