@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RANGES", "Figures", "Target", "chain_us", "figures", "is_long", "markdown", "report", "targets"]
+__all__ = [
+    "RANGES",
+    "Figures",
+    "Target",
+    "chain_us",
+    "figures",
+    "is_long",
+    "markdown",
+    "percentile",
+    "report",
+    "targets",
+]
 
 Row = dict[str, Any]
 
@@ -70,10 +81,13 @@ def figures(ratios: Iterable[float]) -> Figures | None:
     if not ordered:
         return None
 
-    def rank(part: float) -> float:
-        return ordered[math.ceil(part * len(ordered)) - 1]
+    mean = statistics.geometric_mean(ordered)
+    return Figures(len(ordered), mean, percentile(ordered, 0.9), percentile(ordered, 0.99), ordered[-1])
 
-    return Figures(len(ordered), statistics.geometric_mean(ordered), rank(0.9), rank(0.99), ordered[-1])
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """Of numbers in ascending order the nearest rank."""
+    return ordered[math.ceil(part * len(ordered)) - 1]
 
 
 @dataclass(frozen=True)
