@@ -9,7 +9,8 @@ A run need not measure everything: --shapes, --m and --what choose rows, --secon
 earlier record of the same GPU, driver, packages and sources stay, each with its date; --missing measures what is left. The
 record is <DIR or benchmarks/results/<gpu>>/gemm.json, with tables and plots beside it (benchmarks/gemm_report.py).
 --check-bits compares bits instead of timing (benchmarks/gemm_bits.py) and writes gemm-bits.json. --drawn measures products
-drawn from the layers of models.toml (benchmarks/drawn_run.py) and writes gemm-drawn.json, with --again gemm-drawn-again.json.
+drawn from the layers of models.toml (benchmarks/drawn_run.py) and writes gemm-drawn.json, with --again gemm-drawn-again.json,
+with --check-bits gemm-drawn-bits.json (benchmarks/drawn_bits.py).
 
 Ends with status 1 unless every target is met over all of shapes.toml (with --check-bits: unless no bit differs; with --drawn:
 over all that was drawn).
@@ -218,8 +219,10 @@ def _arguments() -> argparse.Namespace:
         parser.error("--again and --count are for --drawn")
     if arguments.drawn not in (None, "new") and not arguments.drawn.isdecimal():
         parser.error(f"--drawn: {arguments.drawn!r} is no seed, which is a whole number")
-    if arguments.drawn and (arguments.m or arguments.check_bits or arguments.shapes != ["*"]):
-        parser.error("--drawn draws its own shapes: --shapes, --m and --check-bits are for those of shapes.toml")
+    of_the_grid = [f"--{name}" for name in ("shapes", "m", "what", "contract", "type")
+                   if getattr(arguments, name) != parser.get_default(name)]  # fmt: skip
+    if arguments.drawn and of_the_grid:
+        parser.error(f"--drawn draws its own shapes: {', '.join(of_the_grid)} is for those of shapes.toml")
     if arguments.peers is None:
         arguments.peers = [] if arguments.drawn else list(DEFAULT_PEERS)
     for option, allowed in (("what", WHAT), ("peers", OTHER_PEERS)):
@@ -287,9 +290,10 @@ def main() -> int:
     facts = describe(0)
     more = {"cuda of torch": str(torch.version.cuda)}
     if arguments.drawn:
-        from . import drawn_run
+        from . import drawn_bits, drawn_run
 
-        return drawn_run.run(arguments, timing.Cuda(), facts, more)
+        visit = drawn_bits.run if arguments.check_bits else drawn_run.run
+        return visit(arguments, timing.Cuda(), facts, more)
     if arguments.check_bits:
         from . import gemm_bits
 

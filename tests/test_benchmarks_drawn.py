@@ -22,7 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timed_host import Host, peers_taking
 
-from benchmarks import drawn, drawn_report, drawn_run, gemm, models, peers, records, tile_times
+from benchmarks import (
+    drawn,
+    drawn_bits,
+    drawn_record,
+    drawn_report,
+    drawn_run,
+    gemm,
+    models,
+    peers,
+    records,
+    tile_times,
+)
 from benchmarks.drawn import Drawn, draw
 from benchmarks.forced import problem_of_sizes
 from benchmarks.pool import Pool, sets
@@ -314,11 +325,11 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
     kernel = tmp_path / "kernel.cu"
     kernel.write_text("one")
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(drawn_run, "sources", lambda: [kernel])
-    monkeypatch.setattr(drawn_run, "draw", _small)
-    monkeypatch.setattr(drawn_run, "SAVE_EVERY", 4)
+    monkeypatch.setattr(drawn_record, "sources", lambda: [kernel])
+    monkeypatch.setattr(drawn_record, "draw", _small)
+    monkeypatch.setattr(drawn_record, "SAVE_EVERY", 4)
     seeds = iter(range(1, 100))
-    monkeypatch.setattr(drawn_run.secrets, "randbelow", lambda limit: next(seeds))
+    monkeypatch.setattr(drawn_record.secrets, "randbelow", lambda limit: next(seeds))
     host = Host()
     ours = [peers_taking(host, cublas=1000.0)[0], peers.Peer("detkern", _detkern(host, 800.0))]
     monkeypatch.setattr(peers, "here", lambda names: (ours, {}))
@@ -370,48 +381,126 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
 
 def test_which_seed_a_visit_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = iter(range(1, 100))
-    monkeypatch.setattr(drawn_run.secrets, "randbelow", lambda limit: next(seeds))
-    row = functools.partial(_row, part="forward", m=1, ratio=1.0)
+    monkeypatch.setattr(drawn_record.secrets, "randbelow", lambda limit: next(seeds))
+    plan, row = drawn_record.plan, functools.partial(_row, part="forward", m=1, ratio=1.0)
     made = {"seed": 77, "count": 3}
     some, whole = [row(0), row(2)], [row(0), row(1), row(2)]
-    assert drawn_run.plan(None, []).seed == 3
-    assert len(drawn_run.plan(None, []).left) == drawn_run.COUNT == 4000
-    assert drawn_run.plan(None, [], 50, 5).left == [0, 1, 2, 3, 4]
+    assert plan(None, []).seed == 3  # 1 and 2 are for fitting
+    assert len(plan(None, []).left) == drawn_record.COUNT == 4000
+    assert plan(None, [], 50, 5).left == [0, 1, 2, 3, 4]
     for seed in drawn.FITTING_SEEDS:
         with pytest.raises(ValueError, match="fitted on"):
-            drawn_run.plan(None, [], seed)
-    found = drawn_run.plan(made, some, regret=0, missing=True)
+            plan(None, [], seed)
+    found = plan(made, some, missing=True)
     assert (found.seed, found.left, set(found.rows)) == (77, [1], {0, 2})
-    found = drawn_run.plan(made, some, regret=0)
+    found = plan(made, some)
     assert (found.seed, found.left) == (77, [0, 1, 2])
     with pytest.raises(ValueError, match="seed 77 and not complete"):
-        drawn_run.plan(made, some, 78, regret=0)
-    found = drawn_run.plan(made, whole, regret=0, missing=True)
+        plan(made, some, 78)
+    found = plan(made, whole, missing=True)
     assert (found.seed, found.left) == (77, [])
-    found = drawn_run.plan(made, whole, regret=2, missing=True)
+    found = plan(made, whole, missing=True, whole=lambda row: row["index"] > 1)
     assert (found.seed, found.left) == (77, [0, 1])
-    found = drawn_run.plan(made, whole, regret=0)
+    found = plan(made, whole)
     assert (found.seed != 77, found.rows) == (True, {})
-    assert drawn_run.plan(made, whole, 78, regret=0).seed == 78
-    assert drawn_run.plan(made, [], 78, regret=0, missing=True).seed == 78  # the rows are of other kernels
-    found = drawn_run.plan(made, whole, count=5, regret=0, missing=True)
+    assert plan(made, whole, 78).seed == 78
+    assert plan(made, [], 78, missing=True).seed == 78  # the rows are of other kernels
+    found = plan(made, whole, count=5, missing=True)
     assert (found.seed, found.left) == (77, [3, 4])
 
 
-def test_a_device_that_fails_ends_the_visit(monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = [_small(1, index) for index in range(8)]
-    rows: list[dict[str, Any]] = []
+def test_which_rows_have_all_that_they_should_have() -> None:
+    row = _row(5, "forward", 1, 1.0, cublaslt_us=3.0, refused={"vllm_triton": "no"})
+    assert drawn_run._whole(row, 5, ["cublas", "detkern", "cublaslt", "vllm_triton"])
+    assert not drawn_run._whole(row, 5, ["cublas", "detkern", "cublas_no_split"])
+    assert not drawn_run._whole(row, 6, ["cublas", "detkern"])
+    assert drawn_run._whole(row | {"regret": 1.0}, 6, ["cublas", "detkern"])
 
-    def failing(device: Any, one: Drawn, *rest: Any) -> dict[str, Any]:
+
+def test_a_device_that_fails_ends_the_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn_record, "draw", _small)
+    visit = drawn_record.Visit(_arguments(tmp_path, drawn="9", count=8), "gemm-drawn", FACTS, {}, {})
+
+    def failing(one: Drawn, pool: Pool) -> dict[str, Any]:
         if one.index in (1, 3, 4, 5):
             raise RuntimeError("an illegal address\nand more")
         return _row(one.index, "forward", 1, 1.0)
 
-    monkeypatch.setattr(drawn_run, "measure", failing)
     with pytest.raises(RuntimeError, match="illegal"):
-        drawn_run.sweep(Host(), todo, [], FACTS, 0, rows.append, math.inf)
+        visit.run(Host(), failing, lambda row: None, 4096)
+    rows = json.loads(visit.path.read_text())["rows"]
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row.get("error") for row in rows[:2]] == [None, "RuntimeError: an illegal address"]
+    assert visit.left == [5, 6, 7]
+
+
+def _general(drawn: Drawn, one: Any, out: Any) -> str:
+    """In place of the general kernel: the CPU's."""
+    peers.detkern_call(drawn.product, one.a, one.b, out, accumulate=drawn.accumulate)()
+    return "general"
+
+
+@pytest.mark.parametrize("index", [0, 5, 6, 7, 15])
+def test_bits_that_differ_are_counted(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _small(1, index)
+    pool = Pool([one], 1, "cpu")
+    row = drawn_bits.compare(one, pool, _general)
+    assert (row["differing_from_general"], row["differing_from_replay"], row["general"]) == (0, 0, "general")
+    assert row["elements"] == row["replayed"] == math.prod(one.product.matrix("out"))
+    assert not drawn_bits.differs(row)
+
+    def wrong(drawn: Drawn, one: Any, out: Any) -> str:
+        tile = _general(drawn, one, out)
+        drawn_bits._bits(out)[0, -1] ^= 1
+        return tile
+
+    row = drawn_bits.compare(one, pool, wrong)
+    assert (row["differing_from_general"], row["differing_from_replay"]) == (1, 0)
+    assert drawn_bits.differs(row)
+    # A kernel that leaves an element out: neither pattern is the other's, nor the replay's.
+    monkeypatch.setattr(drawn_bits.peers, "detkern_call", lambda *arguments, **more: lambda: None)
+    row = drawn_bits.compare(one, pool, lambda drawn, one, out: "nothing")
+    assert row["differing_from_general"] == (0 if one.accumulate else row["elements"])
+    assert row["differing_from_replay"] == row["elements"]
+
+
+def test_the_replayed_part_has_the_last_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = dataclasses.replace(
+        draw(1, 0), product=Product(Layer("a", "b", 600, 16), 100, "forward", "mma16", "bfloat16")
+    )
+    places = drawn_bits._places(100, 64, 32, 1)
+    assert len(places) == len(set(places.tolist())) == 64
+    assert places.tolist() == sorted(places.tolist())
+    assert places[-32:].tolist() == list(range(68, 100))
+    assert drawn_bits._places(64, 64, 32, 1).tolist() == list(range(64))
+    row = drawn_bits.compare(one, Pool([one], 1, "cpu"), _general)
+    assert (row["replayed"], row["elements"]) == (64 * 512, 100 * 600)
+    call = peers.detkern_call
+
+    def last_wrong(*arguments: Any, **more: Any) -> Callable[[], Any]:
+        def run() -> None:
+            call(*arguments, **more)()
+            arguments[3].view(torch.int16)[99, 599] ^= 1
+
+        return run
+
+    monkeypatch.setattr(drawn_bits.peers, "detkern_call", last_wrong)
+    row = drawn_bits.compare(one, Pool([one], 1, "cpu"), _general)
+    assert row["differing_from_replay"] == 1
+
+
+def test_a_run_over_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(drawn_record, "draw", _small)
+    monkeypatch.setattr(drawn_bits.compare, "__defaults__", (_general,))
+    arguments = _arguments(tmp_path, drawn="9", count=8)
+    assert drawn_bits.run(arguments, Host(), FACTS, {}) == 0
+    assert "8 products compared, 0 products differ, 0 are left" in capsys.readouterr().out
+    made = json.loads((tmp_path / "gemm-drawn-bits.json").read_text())
+    assert (made["seed"], len(made["rows"])) == (9, 8)
+    made["rows"][3]["differing_from_replay"] = 1
+    (tmp_path / "gemm-drawn-bits.json").write_text(json.dumps(made))
+    assert drawn_bits.run(_arguments(tmp_path, count=8, missing=True), Host(), FACTS, {}) == 1
+    assert drawn_bits.run(_arguments(tmp_path, drawn="1", count=8), Host(), FACTS, {}) == 1
 
 
 def test_figures_of_ratios() -> None:
@@ -515,7 +604,9 @@ def test_a_report_of_a_record_that_is_not_complete_fails(tmp_path: Path, capsys:
         (["--again"], "--drawn"),
         (["--count", "3"], "--drawn"),
         (["--drawn", "--m", "1"], "its own shapes"),
-        (["--drawn", "--check-bits"], "its own shapes"),
+        (["--drawn", "--shapes", "odd.*"], "its own shapes"),
+        (["--drawn", "--type", "float16"], "its own shapes"),
+        (["--drawn", "--what", "forward"], "its own shapes"),
         (["--drawn", "--peers", "mkl"], "mkl"),
     ],
 )
