@@ -29,8 +29,8 @@ STEPS = 60
 
 # How far from what is expected a number may well be: of fixed_us, tile_us, wave_us and memory as logarithms, of `alone` as
 # that of its odds.
-_EXPECTED = Coefficients(fixed_us=1.8, tile_us=0.5, wave_us=0.0, alone=0.6, memory=1.0)
-_DOUBT = np.array([0.3, 1.0, 0.25, 1.5, 0.1])
+_EXPECTED = Coefficients(fixed_us=1.4, tile_us=0.4, wave_us=0.0, alone=0.6, memory=1.0)
+_DOUBT = np.array([0.3, 1.0, 0.35, 1.5, 0.1])
 
 
 @dataclass(frozen=True)
