@@ -231,6 +231,15 @@ def markdown(record: dict[str, Any]) -> str:
                     for title, inside in _groups(rows)
                 ),
             )
+    kinds = sorted({row["layer"] for row in timed})
+    lines += ["## By layer, over cuBLAS", ""]
+    lines += _table(
+        ("forward", "count", "mean", "p90", "p99", "worst"),
+        (
+            [kind, *_cells(figures(row["ratio"] for row in timed if row["layer"] == kind and _is_forward(row)))]
+            for kind in kinds
+        ),
+    )
     over_chain = [row | {"over": row["detkern_us"] / _allowed(row)} for row in long]
     lines += [f"## Chains that take more than {LONG_CHAIN} of cuBLAS's time", "",
               f"detkern's time over that of the chain and {CHAIN_ALLOWANCE_US:g} µs, and over cuBLAS's.", ""]  # fmt: skip
@@ -250,6 +259,11 @@ def markdown(record: dict[str, Any]) -> str:
     if refused := {(name, reason) for row in rows for name, reason in row.get("refused", {}).items()}:
         lines += ["## Not served", "", *(f"- {name}: {reason}" for name, reason in sorted(refused)), ""]
     return "\n".join(lines)
+
+
+def _is_forward(row: Row) -> bool:
+    """Whether it is a forward product without a long chain."""
+    return row["op"] == "forward" and not is_long(row)
 
 
 def _allowed(row: Row) -> float:

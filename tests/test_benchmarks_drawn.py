@@ -593,6 +593,7 @@ def test_a_report_of_a_record_that_is_not_complete_fails(tmp_path: Path, capsys:
     assert "1 of 3 products are not measured" in said
     text = path.with_suffix(".md").read_text()
     assert "Seed 7, 1 of 3 products" in text
+    assert "| o | 1 | 0.700 | 0.700 | 0.700 | 0.700 |" in text
     assert "| model.layer | forward | 1 | 4096 | 4096 | 1.500 | 70.00 | 100.00 | t | u |" in text
 
 

@@ -21,9 +21,6 @@ CLASSES = {
     "KKf": ("KKf", "KK"), "KMf": ("KMf", "KM", "KK"), "MKf": ("MKf", "MM", "KK"), "MMf": ("MMf", "MM", "KM", "KK"),
 }  # fmt: skip
 
-# How sharply the longer of computing and memory decides: 1 would add them, ∞ take the maximum.
-_SHARPNESS = 4.0
-
 
 class Coefficients(NamedTuple):
     """Of a tile and a class. fixed_us: of a grid, from its start to its first products. tile_us: of each tile that a CTA walks
@@ -55,10 +52,10 @@ def time_us(coefficients: Coefficients, work: Work) -> float:
     walks = rounds + (alone + (1.0 - alone) * left / work.at_once if left else 0.0)
     computing = walks * (tile_us + wave_us * work.k / 4096)
     moving = memory * work.memory_us
-    longer, shorter = (computing, moving) if computing > moving else (moving, computing)
-    if longer <= 0.0:
-        return fixed_us
-    return fixed_us + longer * math.pow(1.0 + math.pow(shorter / longer, _SHARPNESS), 1.0 / _SHARPNESS)
+    # Between their sum and the longer one: the fourth root of the sum of fourth powers.
+    computing *= computing
+    moving *= moving
+    return fixed_us + math.sqrt(math.sqrt(computing * computing + moving * moving))
 
 
 def coefficients_of(row: Mapping[str, list[float]]) -> tuple[tuple[str, Coefficients], ...]:
