@@ -307,6 +307,11 @@ def test_the_regret_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (times.chosen, times.considered) == (str(chosen), count)
     found, by = tile_times.regret(host, times, captured)
     assert (found, by) == (pytest.approx(1.2), best)
+    # However many are faster, the choice is compared with the best.
+    faster = [str(tile) for tile in considered if tile != chosen][:4]
+    us = {label: 10.0 + place / 10 for place, label in enumerate(faster)} | {str(chosen): 11.0}
+    times, captured = tile_times.measure(host, one, pool, (9, 0), 132)
+    assert tile_times.regret(host, times, captured) == (pytest.approx(1.1), faster[0])
     us = {str(chosen): 10.0}
     times, captured = tile_times.measure(host, one, pool, (9, 0), 132)
     assert tile_times.regret(host, times, captured) == (1.0, str(chosen))

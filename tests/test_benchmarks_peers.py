@@ -171,7 +171,7 @@ def test_the_best_of_the_list_is_what_is_timed(library: Library) -> None:
     assert peers._PEERS["cublaslt"].alternatives is cublaslt.alternatives
 
 
-def test_the_fastest_of_alternatives() -> None:
+def test_the_fastest_of_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
 
     def taking(us: float) -> list[Any]:
@@ -187,6 +187,10 @@ def test_the_fastest_of_alternatives() -> None:
     with pytest.raises(ValueError, match="nothing"):
         timing.fastest(host, [])
     assert timing.rough(host, timing.Captured(Graph(taking(10.0)), 2)) == 10.0
+    # Of the three that are roughly fastest the times in turn decide.
+    seen = iter((3.0, 1.0, 2.0, 4.0))
+    monkeypatch.setattr(timing, "rough", lambda device, captured: next(seen))
+    assert timing.fastest(host, [taking(20.0), taking(40.0), taking(30.0), taking(10.0)]) == 0
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
