@@ -22,11 +22,13 @@ __all__ = [
     "Cuda",
     "Device",
     "capture",
+    "fastest",
     "interleave",
     "leave_if",
     "medians",
     "missing",
     "no_torch",
+    "rough",
     "sets",
 ]
 
@@ -35,6 +37,9 @@ WARM = 2  # turns that are not counted
 
 GRAPH_US = 1000.0  # what a graph should take, as far as MOST_CALLS allows
 TURN_US = 2000.0  # what a turn of one peer should take
+ROUGH_REPLAYS = 2
+# Of alternatives: how many of the roughly fastest are timed in turn, and how.
+CLOSEST, CLOSEST_TURNS, CLOSEST_WARM, CLOSEST_TURN_US = 3, 5, 1, 700.0
 MOST_CALLS = 64  # in a graph; capturing one costs the host tens of µs
 CACHE_BYTES = 60_000_000  # the L2 of an H200, where a device says less
 
@@ -193,3 +198,33 @@ def medians(device: Device, peers: Mapping[str, Calls]) -> dict[str, float]:
     """Median µs a call of each peer, the peers in turn."""
     captured = {name: capture(device, calls) for name, calls in peers.items()}
     return {name: statistics.median(found) for name, found in interleave(device, captured).items()}
+
+
+def rough(device: Device, captured: Captured) -> float:
+    """µs a call, roughly: of a few replays on their own."""
+    captured.graph.replay()  # the first one uploads the graph
+    begin = device.mark()
+    for _ in range(ROUGH_REPLAYS):
+        captured.graph.replay()
+    return device.between(begin, device.mark()) / (ROUGH_REPLAYS * captured.calls)
+
+
+def fastest(device: Device, alternatives: Sequence[Calls]) -> int:
+    """The place of the fastest of several ways to do the same. One that fails is passed over; raises the last error where all
+    do, and ValueError where there is none."""
+    found: dict[str, tuple[float, Captured]] = {}
+    failed: RuntimeError | None = None
+    for place, calls in enumerate(alternatives):
+        try:
+            captured = capture(device, calls)
+            found[str(place)] = rough(device, captured), captured
+        except RuntimeError as error:
+            failed = error
+    if not found:
+        raise failed or ValueError("there is nothing to choose from")
+    closest = sorted(found, key=lambda place: found[place][0])[:CLOSEST]
+    if len(closest) > 1:
+        kept = {place: found[place][1] for place in closest}
+        times = interleave(device, kept, CLOSEST_TURNS, CLOSEST_WARM, CLOSEST_TURN_US)
+        closest.sort(key=lambda place: statistics.median(times[place]))
+    return int(closest[0])

@@ -4,7 +4,8 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
-multiprocessor); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
+multiprocessor); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
+operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
 how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
 before what these numbers predict (tuned.py).
 """
@@ -24,6 +25,7 @@ from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .time_model import Coefficients, Work, coefficients_of, time_us
 from .tuned import labels
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "source_of",
     "takes",
     "tiles_for",
+    "time_class",
+    "work",
 ]
 
 _TABLES = Path(__file__).parent / "tiles"
@@ -100,6 +104,7 @@ class Tile:
     loads:   the pairs of load paths that it is built for.
     wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it.
     fills:   whole boxes of A are copied where there are fewer rows, too: one copy a stage, which brings zeros as well.
+    times:   what time_model.py predicts by, a class each; without those of a class, wave_us and alone_us decide.
     """
 
     table: str
@@ -109,6 +114,12 @@ class Tile:
     wave_us: float
     alone_us: float
     fills: bool = False
+    times: tuple[tuple[str, Coefficients], ...] = ()
+
+    @functools.cached_property
+    def coefficients(self) -> dict[str, Coefficients]:
+        """`times` by class."""
+        return dict(self.times)
 
     @functools.cached_property
     def _values(self) -> dict[str, int]:
@@ -208,8 +219,8 @@ def _table(name: str) -> tuple[Tile, ...]:
     for row in rows:
         operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
         loads, wave = _loads(row.pop("loads")), row.pop("wave_us")
-        alone, fills = row.pop("alone_us", wave), row.pop("fills", False)
-        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills))
+        alone, fills, times = row.pop("alone_us", wave), row.pop("fills", False), coefficients_of(row.pop("time", {}))
+        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills, times))
     return tuple(result)
 
 
@@ -445,15 +456,48 @@ def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present
     return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
 
 
+@functools.lru_cache(maxsize=8)
 def _whole_lines(problem: GemmProblem) -> bool:
     """Whether the lines of both operands start at multiples of 128 bytes from one another."""
     between = ((max(abs(one.row_stride), abs(one.col_stride)), one.dtype.itemsize) for one in (problem.a, problem.b))
     return not any(stride > 1 and stride * itemsize % 128 for stride, itemsize in between)  # 1: there is one line
 
 
+# Of the problem in hand: the choice of a tile asks for every tile of the tables.
+@functools.lru_cache(maxsize=8)
+def time_class(problem: GemmProblem) -> str:
+    """The class of time_model.py that a problem is of; it is one of that module's only where no operand is gathered."""
+    return "".join(load.name[0] for load in load_paths(problem)) + ("f" if problem.out.dtype.itemsize == 4 else "")
+
+
+def work(problem: GemmProblem, tile: Tile, multiprocessors: int) -> Work:
+    """What a tile has to do, as time_model.py counts it."""
+    problem = oriented(problem, tile)
+    cluster = _cluster(problem, tile)
+    at_once = multiprocessors * tile["CTAS_PER_SM"] // cluster * cluster
+    return Work(_tile_count(problem, tile), at_once, problem.k * _broken(problem, tile), _memory_us(problem))
+
+
+@functools.lru_cache(maxsize=8)
+def _memory_us(problem: GemmProblem) -> float:
+    """Of both operands and the output, once each, from and to memory."""
+    batch = math.prod(problem.batch)
+    read = (problem.m + problem.n) * problem.k * problem.a.dtype.itemsize
+    return batch * (read + problem.m * problem.n * problem.out.dtype.itemsize) / _BYTES_PER_US
+
+
+def _broken(problem: GemmProblem, tile: Tile) -> float:
+    """How many times as long a tile takes where lines are not of whole 128 bytes."""
+    if not tile.by_tma or _whole_lines(problem):
+        return 1.0
+    return _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
+
+
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
-    """A time to compare tiles by, from the tables: full waves of CTAs, then what is left on the multiprocessors; no less
-    than the operands take from memory."""
+    """A time to compare tiles by: by time_model.py where the table has the numbers for it, else full waves of CTAs and what is
+    left on the multiprocessors; no less than the operands take from memory."""
+    if tile.times and (coefficients := tile.coefficients.get(time_class(problem))) is not None:
+        return time_us(coefficients, work(problem, tile, multiprocessors))
     at_once = tile["CTAS_PER_SM"]
     waves, left = divmod(_tile_count(oriented(problem, tile), tile), multiprocessors * at_once)
     time = waves * tile.wave_us
@@ -461,14 +505,9 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
         on_one = -(-left // multiprocessors)
         more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
         time += tile.alone_us + more
-    time *= problem.k / 4096
-    if tile.by_tma and not _whole_lines(problem):
-        time *= _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
-    batch = math.prod(problem.batch)
-    elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
-    from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US
+    time *= problem.k / 4096 * _broken(problem, tile)
     # Of tiles that all wait for memory, the one that leaves most room is taken.
-    return max(time, from_memory) + 0.05 * time
+    return max(time, _memory_us(problem)) + 0.05 * time
 
 
 def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[Load, Load]) -> list[Tile]:
