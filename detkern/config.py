@@ -118,13 +118,15 @@ _stated: str = ""
 _refused: dict[str, DetkernError] = {}
 
 
+# Of the module and not of its type, whose own would make each reading of a setting three times as slow.
+def __getattr__(name: str) -> Any:
+    if name in _refused:
+        raise _refused[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class _Config(ModuleType):
     """The module's own type: assignments are checked before they take effect."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _refused:
-            raise _refused[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "contract":

@@ -21,6 +21,12 @@ from ..tensors import Device
 
 __all__ = ["direct", "freeze", "place", "recorded", "transformed"]
 
+# Bound once: they are asked in every call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
 _KINDS = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
@@ -33,9 +39,9 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
         or type(second) not in _PLAIN
         or (third is not None and type(third) not in _PLAIN)
         or has_torch_function_variadic(first, second)  # true in every torch-function mode
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        or _dispatch_modes()
+        or _transforms()
+        or _tracing_state() is not None
         or forward_ad._current_level >= 0
         or first.is_meta
     )
@@ -44,13 +50,13 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
 def transformed() -> bool:
     """Whether a transform of torch.func is at work, or forward-mode differentiation: both are served by
     autograd.Function, not by ops."""
-    active: bool = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    active: bool = _transforms() or forward_ad._current_level >= 0
     return active
 
 
 def recorded(first: Any, second: Any, third: Any = None) -> bool:
     """Whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and (
+    return _grad_enabled() and (
         first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
     )
 
