@@ -79,7 +79,7 @@ def _parse_path(value: Any) -> Path | None:
     if value is None:
         return None
     try:
-        return Path(value).expanduser()
+        return Path(value).expanduser().absolute()  # of the folder that the process was in when it was set
     except TypeError:
         raise ArgumentError(f"cache_dir must be a path or None, not {value!r}") from None
     except RuntimeError as error:  # ~ of a user who is not known here

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from detkern import config
+from detkern import config, sealed
 from detkern.cu import ahead, loader
 from detkern.cu.loader import KernelBuild
 from detkern.errors import BuildError, DeviceError
@@ -215,6 +215,9 @@ class _Cuda:
 
         self.Module = Module
 
+    def runtimeGetVersion(self) -> int:
+        return 13000
+
     def streamIsCapturing(self, stream: int) -> bool:
         if isinstance(self.capturing, Exception):
             raise self.capturing
@@ -268,6 +271,55 @@ def test_nothing_is_loaded_while_a_graph_is_captured(capturing: Any, cuda: _Cuda
     function = loader.load_function(0, (9, 0), BUILD, 5)
     cuda.capturing = capturing
     assert loader.load_function(0, (9, 0), BUILD, 5) is function
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def remove() -> None:
+        def missing() -> Any:
+            raise BuildError("compiling a CUDA kernel needs NVRTC")
+
+        monkeypatch.setattr(loader, "_nvrtc", missing)
+
+    return remove
+
+
+def test_a_filled_cache_serves_without_nvrtc(cuda: _Cuda, no_nvrtc: Any) -> None:
+    loader.compiled_image(BUILD, "sm_90a")
+    no_nvrtc()
+    assert loader.loaded_architecture((9, 0)) == "sm_90a"
+    loader.load_function(0, (9, 0), BUILD, 0)
+    assert cuda.loaded == 1
+    for capability, build in (((8, 0), BUILD), ((9, 0), KernelBuild("tiny.cu", (("VALUE", 8),), 0))):
+        with pytest.raises(BuildError, match="needs NVRTC"):
+            loader.load_function(1, capability, build, 0)
+
+
+def test_without_nvrtc_the_newest_of_the_same_cuda_serves(cuda: _Cuda, no_nvrtc: Any) -> None:
+    image = loader.compiled_image(BUILD, "sm_90a")
+    assert config.cache_dir is not None
+    (kept,) = (config.cache_dir / "cuda").glob("tiny-sm_90a-*.cubin")
+    stem = kept.name.partition("-nvrtc")[0]
+    kept.unlink()
+    for version, content in (("12.9", b"older CUDA"), ("13.2", b"older"), ("13.10", image), ("14.0", b"newer CUDA")):
+        kept.with_name(f"{stem}-nvrtc{version}.cubin").write_bytes(sealed.sealed(content))
+    no_nvrtc()
+    assert loader.compiled_image(BUILD, "sm_90a") == image
+
+
+def test_the_first_compilation_of_a_process_is_said(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_said", False)
+    loader.compiled_image(BUILD, "sm_90a")
+    with caplog.at_level(logging.WARNING, "detkern"):
+        loader.load_function(0, (9, 0), BUILD, 0)
+        assert caplog.messages == []  # it was in the cache
+        for value in (8, 9):
+            loader.load_function(0, (9, 0), KernelBuild("tiny.cu", (("VALUE", value),), 0), 0)
+    (message,) = caplog.messages
+    assert "compiles CUDA kernels as calls need them" in message
+    assert "`detkern build cuda` compiles all ahead" in message
 
 
 def test_a_driver_that_refuses_the_image_is_a_device_error(cuda: _Cuda) -> None:
