@@ -30,9 +30,9 @@ Calls = Sequence[Callable[[], Any]]
 def missing() -> str | None:
     """What a measurement needs and is not here: PyTorch, or a CUDA device that detkern's kernels run on; else None."""
     from detkern.cu import device
-    from detkern.requirements import Package
+    from detkern.requirements import Package, install
 
-    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing() or device.missing(0)
+    return Package("torch", "PyTorch", install("bench")).missing() or device.missing(0)
 
 
 class Device(Protocol):

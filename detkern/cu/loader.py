@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import cache, sealed
 from ..errors import BuildError, DeviceError
+from ..requirements import install
 
 __all__ = [
     "ENTRY",
@@ -107,8 +108,7 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()
     except ImportError as error:
         raise BuildError(
-            f"compiling a CUDA kernel needs CuPy, which cannot be imported ({error}); "
-            "pip install 'detkern[cuda13]' or 'detkern[cuda12]'"
+            f"compiling a CUDA kernel needs CuPy, which cannot be imported ({error}); {install('cuda13', 'cuda12')}"
         ) from error
     except Exception as error:  # CuPy reports a missing libnvrtc with a type of its own
         raise BuildError(
