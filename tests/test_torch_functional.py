@@ -438,11 +438,26 @@ def test_a_storage_that_was_cut_short_is_refused_on_the_warm_path_too(name: str,
         assert same(from_torch(call(_cut(shape, full, device, offset), ones).detach()), from_torch(before.detach()))
 
 
-def test_under_the_mode_too(device: str) -> None:
+MODE_CALLS = {
+    "mm": ("a", lambda t, o: torch.mm(t, o)),
+    "mm out": ("out", lambda t, o: torch.mm(o, o, out=t)),
+    "addmm input": ("input", lambda t, o: torch.addmm(t, o, o)),
+    "addmm input, beta": ("input", lambda t, o: torch.addmm(t, o, o, beta=2)),
+    "addmm input with a gradient": ("input", lambda t, o: torch.addmm(t.requires_grad_(), o, o)),
+    "sum": ("x", lambda t, o: t.sum(-1)),
+    "sum out": ("out", lambda t, o: torch.sum(o.expand(8, 8, 8), -1, out=t)),
+}
+
+
+@pytest.mark.parametrize("name", MODE_CALLS)
+def test_under_the_mode_too(name: str, device: str) -> None:
+    """Also what PyTorch itself would read or write in a covered operation."""
+    argument, call = MODE_CALLS[name]
+    ones = torch.ones(8, 8, device=device)
     with dt.batch_invariant_mode():
-        torch.ones(9, 8, device=device) @ torch.ones(8, 5, device=device)
-        with pytest.raises(detkern.ArgumentError, match="holds 8 bytes and the tensor needs 288"):
-            _cut((9, 8), 8, device) @ torch.ones(8, 5, device=device)
+        assert call(_cut((8, 8), 256, device), ones).shape[0] == 8
+        with pytest.raises(detkern.ArgumentError, match=f"^{argument} has .* holds 8 bytes and the tensor needs 256"):
+            call(_cut((8, 8), 8, device), ones)
 
 
 def test_a_weight_freed_before_the_backward_leaves_the_gradients_alone(device: str) -> None:

@@ -55,6 +55,8 @@ def sum_to(x: Any, shape: Any) -> Any:
 
 def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
     """The bits, on plain tensors."""
+    if input is not None:
+        route.refuse_cut(input, "input")
     total = acc if alpha == 1 else acc * alpha
     if input is not None:
         # In place of the tensor that was made last, where nobody else has it.

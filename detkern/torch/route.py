@@ -18,8 +18,9 @@ from ..config import configured_contract
 from ..contracts import get_contract
 from ..dtypes import DTYPES, DType
 from ..tensors import Device
+from ..tensors.torch import torch_adapter
 
-__all__ = ["direct", "freeze", "place", "recorded", "transformed"]
+__all__ = ["direct", "freeze", "place", "recorded", "refuse_cut", "transformed"]
 
 # Bound once: they are asked in every call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -59,6 +60,12 @@ def recorded(first: Any, second: Any, third: Any = None) -> bool:
     return _grad_enabled() and (
         first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
     )
+
+
+def refuse_cut(tensor: Any, argument: str) -> None:
+    """ArgumentError where the storage of a plain tensor was cut short, before PyTorch itself reads or writes beyond it."""
+    if not torch.compiler.is_compiling() and direct(tensor, tensor):
+        torch_adapter().view(tensor.detach(), argument)
 
 
 def place(tensor: Any) -> tuple[DType, Device] | None:
