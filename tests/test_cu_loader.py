@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -295,6 +296,14 @@ def test_a_filled_cache_serves_without_nvrtc(cuda: _Cuda, no_nvrtc: Any) -> None
             loader.load_function(1, capability, build, 0)
 
 
+def test_without_cupy_the_error_is_the_one_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (lambda: loader.compiled_image(BUILD, "sm_90a"), lambda: loader.loaded_architecture((9, 0))):
+        with pytest.raises(BuildError, match="needs CuPy, which cannot be imported"):
+            call()
+
+
 def test_without_nvrtc_the_newest_of_the_same_cuda_serves(cuda: _Cuda, no_nvrtc: Any) -> None:
     image = loader.compiled_image(BUILD, "sm_90a")
     assert config.cache_dir is not None
@@ -344,3 +353,42 @@ def test_processes_share_a_cache(folder: Path, tmp_path: Path) -> None:
         worker.join()
     assert len(sizes) == 1
     assert len(os.listdir(tmp_path / "cache" / "cuda")) == 1
+
+
+ON_A_DEVICE = """
+import subprocess
+import sys
+import cupy, numpy
+import detkern
+from detkern.cu import loader
+
+def missing():
+    raise detkern.BuildError("no NVRTC here")
+
+if sys.argv[1] == "no nvrtc":
+    loader._nvrtc = missing
+a = cupy.asarray(numpy.arange(64 * 64, dtype=numpy.float32).reshape(64, 64) / 7)
+print(detkern.gemm(a, a, contract="fma", backend="cuda").get().tobytes().hex())
+"""
+
+
+@pytest.mark.gpu
+def test_a_damaged_cache_and_one_without_nvrtc_on_a_device(tmp_path: Path) -> None:
+    def run(choice: str) -> tuple[str, bool]:
+        environment = {**os.environ, "DETKERN_CACHE_DIR": str(tmp_path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", ON_A_DEVICE, choice], env=environment, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout, "compiles CUDA kernels as calls need them" in ran.stderr
+
+    first, said = run("with nvrtc")
+    assert said
+    assert run("no nvrtc") == (first, False)
+    kept = list((tmp_path / "cuda").glob("*.cubin"))
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:5000])
+    assert run("with nvrtc")[0] == first
+    assert all(sealed.damage(path) is None for path in kept)
+    assert run("no nvrtc") == (first, False)

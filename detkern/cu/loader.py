@@ -183,10 +183,12 @@ def _cache_path(build: KernelBuild, architecture: str) -> Path:
     return folder / f"{stem}-nvrtc{major}.{minor}.cubin"
 
 
-def _cuda_major() -> int:
-    """The major version of CUDA that CuPy is built for."""
-    from cupy.cuda import runtime
-
+def _cuda_major() -> int | None:
+    """The major version of CUDA that CuPy is built for; None without CuPy, which loads the kernels."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return None
     return int(runtime.runtimeGetVersion()) // 1000
 
 
