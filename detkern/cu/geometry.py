@@ -335,9 +335,7 @@ def _transposed(problem: GemmProblem) -> GemmProblem:
     def turned(matrix: Matrix) -> Matrix:
         return replace(matrix, row_stride=matrix.col_stride, col_stride=matrix.row_stride)
 
-    return replace(
-        problem, m=problem.n, n=problem.m, a=turned(problem.b), b=turned(problem.a), out=turned(problem.out)
-    )
+    return replace(problem, m=problem.n, n=problem.m, a=turned(problem.b), b=turned(problem.a), out=turned(problem.out))
 
 
 def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
@@ -413,7 +411,11 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if not tile.get("STRIDED_OUT", 1) and output_map_shape(problem) is None and (tile.swapped or not out_pairs(problem)):
+    if (
+        not tile.get("STRIDED_OUT", 1)
+        and output_map_shape(problem) is None
+        and (tile.swapped or not out_pairs(problem))
+    ):
         return False
     if tile.by_tma and not (available() and map_shapes(problem, _along_k(loads)) is not None):
         return False

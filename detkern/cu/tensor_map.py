@@ -17,6 +17,7 @@ from typing import Any
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import DeviceError
 from ..problem import GemmProblem, Matrix
+from ..requirements import install
 
 __all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
 
@@ -36,7 +37,7 @@ def available() -> bool:
     if not found:
         warnings.warn(
             "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same bits; "
-            "pip install 'detkern[cuda13]' or 'detkern[cuda12]'",
+            f"{install('cuda13', 'cuda12')}",
             stacklevel=2,
         )
     return found

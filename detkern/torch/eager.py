@@ -20,6 +20,7 @@ from ..backend import Execution
 from ..dtypes import DType
 from ..plan import Names, Plan, on_forget, plan_column_sum, plan_gemm
 from ..tensors import Device, TensorView
+from ..tensors.overlap import byte_range
 from ..tensors.torch import torch_adapter
 from ..tensors.types import dtype_argument
 
@@ -43,6 +44,8 @@ class _Ready:
         "executions",
         "forms",
         "index",
+        "itemsize",
+        "needs",
         "out",
         "place",
         "problem",
@@ -54,6 +57,9 @@ class _Ready:
     def __init__(self, run: Callable[..., None], plan: Plan[Any], views: list[TensorView], result: Any) -> None:
         self.run, self.problem = run, plan.problem
         self.forms: list[_Form] = [(view.shape, view.strides, view.dtype, view.device) for view in views]
+        # Bytes of storage that each tensor needs behind its offset. The operands are of one type; a bias has its own.
+        self.needs = [byte_range(view.shape, view.strides, view.dtype.itemsize)[1] for view in views]
+        self.itemsize = views[0].dtype.itemsize
         self.place = views[0].device
         self.out: _Form = (plan.shape, plan.strides, plan.dtype, self.place)
         self.shape, self.strides = plan.shape, plan.strides
@@ -97,7 +103,12 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     except RuntimeError:  # a layout without memory of its own
         pointer, key = 0, None
     ready = _ready.get(key)
-    if ready is not None and pointer and not dc.is_neg():
+    if (
+        ready is not None
+        and pointer
+        and dc.untyped_storage().nbytes() >= ready.needs[0] + dc.storage_offset() * ready.itemsize
+        and not dc.is_neg()
+    ):
         result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=ready.device)
         out = TensorView(result.data_ptr(), *ready.out)
         ready.run(ready.problem, TensorView(pointer, *ready.forms[0]), out, ready.execution())
@@ -126,13 +137,25 @@ def _product(
     except RuntimeError:  # a layout without memory of its own
         key = None
     ready = _ready.get(key)
-    # A null pointer is a tensor whose storage was freed, or an empty one.
-    if ready is None or not left_pointer or not right_pointer or left.is_neg() or right.is_neg():
+    if (
+        ready is None
+        or not left_pointer
+        or not right_pointer
+        # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were: said by _first.
+        or left.untyped_storage().nbytes() < ready.needs[0] + left.storage_offset() * ready.itemsize
+        or right.untyped_storage().nbytes() < ready.needs[1] + right.storage_offset() * ready.itemsize
+        or left.is_neg()
+        or right.is_neg()
+    ):
         return _first(key, names, left, right, bias, contract, out_dtype, backend)
     forms = ready.forms
     bias_view = None
     if bias is not None:
-        if not bias_pointer or bias.is_neg():
+        if (
+            not bias_pointer
+            or bias.untyped_storage().nbytes() < ready.needs[2] + bias.storage_offset() * bias.itemsize
+            or bias.is_neg()
+        ):
             return _first(key, names, left, right, bias, contract, out_dtype, backend)
         bias_view = TensorView(bias_pointer, *forms[2])
     # torch.empty, which has more signatures to tell apart, takes twice the time.
