@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 NOISE = 0.02  # of a measured time, as a logarithm
 LINEAR_FROM = 2.5  # noises: Huber's threshold
 NEAR = 6.0  # a time weighs (fastest / it) to this power
-COMMON = 0.7  # of what a product's predictions are off by together, the part that does not count
+COMMON = 0.9  # of what a product's predictions are off by together, the part that does not count
 STEPS = 12
 
 # Numbers between 0 and 1 are fitted as logits, others as logarithms; slopes and `alone` of a tile as they are.
@@ -40,7 +40,7 @@ _DOUBT_SHARED = {
     "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
 }  # fmt: skip
 _DOUBT_OWN = {
-    "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.04, "by_n": 0.04, "by_k": 0.04
+    "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.08, "by_n": 0.08, "by_k": 0.08
 }  # fmt: skip
 _SLOPES = ("by_m", "by_n", "by_k")
 _DOUBT_TREND = 0.05  # of a slope, for what tiles have in common
