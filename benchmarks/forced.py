@@ -38,7 +38,7 @@ def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
     """The tiles that can compute the product, those that the tables predict to be fastest first."""
     from detkern.cu import geometry
     from detkern.cu.device import describe
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
 
     facts = describe(0)
     problem = gemm_problem(contract_of(product), *_views(product, a, b, out), None, False)
@@ -54,7 +54,7 @@ def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callab
     from detkern.cu import geometry, launch
     from detkern.cu.device import describe
     from detkern.dtypes import by_name
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
 
     facts = describe(0)

@@ -105,7 +105,7 @@ def _tile_call(tile: Any, x: Any, w: Any, out: Any) -> Call:
     from detkern.backend import Execution
     from detkern.contracts import MMA16
     from detkern.dtypes import BF16
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
     from detkern.triton import geometry, launch
     from detkern.triton.device import describe

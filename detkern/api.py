@@ -17,8 +17,8 @@ from .call import Call
 from .contracts import get_contract
 from .dtypes import DType
 from .errors import ArgumentError
+from .operations.gemm.problem import GemmProblem
 from .plan import Names, Plan, plan_block_scaled, plan_column_sum, plan_gemm
-from .problem import GemmProblem
 from .tensors import dtype_argument
 
 __all__ = ["Explanation", "bias_gradient", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from .contracts import Contract
     from .dtypes import DType
-    from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem
+    from .operations.bias_gradient.problem import ColumnSumProblem
+    from .operations.block_scaled.problem import BlockScaledProblem
+    from .operations.gemm.problem import GemmProblem
+    from .operations.rows.problem import RowProblem
     from .tensors import Device, TensorView
 
 __all__ = ["Backend", "Execution", "Kernel"]

@@ -18,8 +18,8 @@ from .backend import Backend, Execution
 from .contracts import CONTRACTS, FMA, Contract, default_contract
 from .dtypes import BF16, F16, F32, DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
+from .operations.gemm.problem import GemmProblem, gemm_problem
 from .plan import on_forget
-from .problem import GemmProblem, gemm_problem
 from .tensors import Device, TensorView
 from .tensors.overlap import overlapping
 

@@ -18,7 +18,11 @@ from .backend import Execution, Kernel
 from .contracts import Contract
 from .dtypes import BF16, DType
 from .errors import ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
+from .operations.bias_gradient.problem import ColumnSumProblem
+from .operations.block_scaled.problem import BlockScaledProblem
+from .operations.gemm.problem import GemmProblem
+from .operations.matrix import Matrix
+from .operations.rows.problem import RowProblem
 from .tensors import Device, TensorView
 from .tensors.numpy import ndarray_of
 from .tensors.streams import cupy_runtime, cupy_stream

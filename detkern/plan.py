@@ -16,15 +16,10 @@ from .backend import Backend
 from .contracts import FP8_BLOCK128, Contract, get_contract
 from .dtypes import F32, DType
 from .errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
-from .problem import (
-    BlockScaledProblem,
-    ColumnSumProblem,
-    GemmProblem,
-    RowProblem,
-    block_scaled_problem,
-    column_sum_problem,
-    gemm_problem,
-)
+from .operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from .operations.block_scaled.problem import BlockScaledProblem, block_scaled_problem
+from .operations.gemm.problem import GemmProblem, gemm_problem
+from .operations.rows.problem import RowProblem
 from .tensors import Device, TensorView, contiguous_strides, describe
 from .tensors.overlap import self_overlapping
 from .tensors.types import FP8, OUTPUTS

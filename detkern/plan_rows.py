@@ -7,8 +7,8 @@ from math import prod
 from . import registry
 from .dtypes import DType
 from .errors import DTypeError, ShapeError
+from .operations.rows.problem import RowKind, RowProblem, row_problem
 from .plan import Plan, on_forget, result_type, result_view
-from .problem import RowKind, RowProblem, row_problem
 from .tensors import TensorView, contiguous_strides
 from .tensors.types import OUTPUTS
 

@@ -10,7 +10,10 @@ from .backend import Backend
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem, gemm_problem
+from .operations.bias_gradient.problem import ColumnSumProblem
+from .operations.block_scaled.problem import BlockScaledProblem
+from .operations.gemm.problem import GemmProblem, gemm_problem
+from .operations.rows.problem import RowProblem
 from .requirements import TABLE, Row
 from .tensors import Device, TensorView
 

@@ -18,8 +18,8 @@ from typing import Any
 from . import registry
 from .call import Call
 from .errors import ArgumentError
+from .operations.rows.problem import RowKind
 from .plan_rows import plan_rows
-from .problem import RowKind
 from .tensors import dtype_argument
 
 __all__ = [

@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from . import cache, operands
+from .arithmetic.float_environment import default_float_environment
 from .contracts import Contract
-from .cpu import numpy_replay, numpy_rows
-from .cpu.float_environment import default_float_environment
 from .dtypes import F32, DType, from_numpy
 from .errors import ArgumentError, DetkernError
-from .problem import RowKind
+from .operations.bias_gradient.replay import column_sum as replayed_column_sum
+from .operations.gemm import replay as numpy_replay
+from .operations.rows import replay as numpy_rows
+from .operations.rows.problem import RowKind
 
 __all__ = [
     "COLUMN_SUM",
@@ -120,7 +122,7 @@ def check_column_sum(operand: DType, column_sum: ColumnSum) -> Outcome:
                 dc = operands.generate(kind, operand, (m, _N), number)
                 for initial in (None, operands.generate(kind, F32, (_N,), number)):
                     with default_float_environment():
-                        expected = numpy_replay.column_sum(dc, initial=initial)
+                        expected = replayed_column_sum(dc, initial=initial)
                     yield f"{kind} operands, m={m}, from {_start(initial)}", expected, column_sum(dc, initial)
 
     return _compared(cases(), "column {}")

@@ -19,7 +19,7 @@ from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dtypes import BF16, E4M3, DType, from_numpy
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)

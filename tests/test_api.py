@@ -13,8 +13,9 @@ import detkern
 from detkern import config, operands
 from detkern.api import block_scaled_gemm
 from detkern.contracts import CONTRACTS, get_contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
 
 NAMES = tuple(FRAMEWORKS)
 OPERANDS = (F32, F16, BF16)
@@ -263,13 +264,11 @@ def test_block_scaled(name: str) -> None:
         a, b = normal((3, 256), left, 1), normal((256, 4), right, 2)
         scale_a, scale_b = normal((3, 2), F32, 3), normal((2, 4), F32, 4)
         c = block_scaled_gemm(f.make(a), f.make(scale_a), f.make(b), f.make(scale_b))
-        assert same(f.read(c), numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b))
+        assert same(f.read(c), replayed_block_scaled(a, scale_a, b, scale_b))
     out = np.ones((3, 4), np.float32)
     one = np.broadcast_to(np.float32(0.5), (3, 2))
     assert block_scaled_gemm(a, one, b, scale_b, out=out, accumulate=True) is out
-    expected = numpy_replay.block_scaled_gemm(
-        a, np.ascontiguousarray(one), b, scale_b, initial=np.ones((3, 4), np.float32)
-    )
+    expected = replayed_block_scaled(a, np.ascontiguousarray(one), b, scale_b, initial=np.ones((3, 4), np.float32))
     assert same(out, expected)
     assert block_scaled_gemm(a[:0], one[:0], b, scale_b).shape == (0, 4)
 

@@ -19,11 +19,12 @@ from detkern import ArgumentError, ContractUnsupported, config
 from detkern.abi import mirror
 from detkern.abi.descriptors import column_sum_descriptor
 from detkern.abi.library import Library
-from detkern.cpu import backend, numpy_replay
+from detkern.cpu import backend
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operands import KINDS, generate
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.plan import plan_column_sum
-from detkern.problem import column_sum_problem
 from detkern.tensors import Device, TensorView
 
 DTYPES = (F32, F16, BF16)
@@ -294,6 +295,6 @@ def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_replay_refuses_what_it_cannot_add() -> None:
     with pytest.raises(ContractUnsupported, match="float64"):
-        numpy_replay.column_sum(np.ones((2, 2)))
+        replayed_column_sum(np.ones((2, 2)))
     with pytest.raises(detkern.ShapeError):
-        numpy_replay.column_sum(np.float32(1).reshape(()))
+        replayed_column_sum(np.float32(1).reshape(()))

@@ -18,13 +18,16 @@ from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.descriptors import gemm_descriptors
 from detkern.abi.library import Library
+from detkern.arithmetic.tensor_core import tensor_core_step
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract, TensorCoreStep
-from detkern.cpu import backend, compiled, numpy_replay
-from detkern.cpu.numpy_step import tensor_core_step
+from detkern.cpu import backend, compiled
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 from detkern.errors import ArgumentError, ContractUnsupported, DeviceError
-from detkern.problem import GemmProblem, block_scaled_problem, gemm_problem
+from detkern.operations.block_scaled.problem import block_scaled_problem
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 CPU = Device("cpu")
@@ -235,9 +238,9 @@ def test_fp8_blocks(types: tuple[DType, DType]) -> None:
             initial = operands.generate("wide", F32, (m, n), 22)
             for out_dtype in (F32, F16, BF16):
                 got = block_scaled(a, scale_a, b, scale_b, np.empty((m, n), out_dtype.numpy))
-                want = numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b, out_dtype=out_dtype)
+                want = replayed_block_scaled(a, scale_a, b, scale_b, out_dtype=out_dtype)
                 assert differing(got, want) == 0, (blocks, kind, m, out_dtype)
-            want = numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b, initial=initial)
+            want = replayed_block_scaled(a, scale_a, b, scale_b, initial=initial)
             for a_layout, b_layout in zip([a, *layouts(a)], [b, *layouts(b)], strict=True):
                 got = block_scaled(a_layout, scale_a.T.copy().T, b_layout, scale_b, initial.copy(), accumulate=True)
                 assert differing(got, want) == 0, (blocks, kind, m)
@@ -246,7 +249,7 @@ def test_fp8_blocks(types: tuple[DType, DType]) -> None:
     a, b = operands.generate("normal", types[0], (4, 256), 23), operands.generate("normal", types[1], (256, 5), 24)
     scales = np.broadcast_to(one, (4, 2)), np.broadcast_to(one, (2, 5))
     got = block_scaled(a, scales[0], b, scales[1], np.empty((4, 5), np.float32))
-    assert differing(got, numpy_replay.block_scaled_gemm(a, scales[0], b, scales[1])) == 0
+    assert differing(got, replayed_block_scaled(a, scales[0], b, scales[1])) == 0
 
 
 def test_numpy_serves_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from detkern import config, operands, selfcheck
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cpu import numpy_replay
 from detkern.cu import backend as cuda
 from detkern.cu import device as cuda_device
 from detkern.cu.device import CudaDevice
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)

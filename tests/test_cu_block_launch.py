@@ -14,7 +14,7 @@ from cupy.cuda import driver, runtime
 from detkern.cu.block_launch import BlockLauncher, BlockPlan
 from detkern.dtypes import F32
 from detkern.errors import BuildError
-from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.tensors import Device, TensorView
 
 

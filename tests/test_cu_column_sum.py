@@ -16,14 +16,14 @@ import cu_blocks
 
 import detkern.cu
 from detkern import config, operands, selfcheck
-from detkern.cpu import numpy_replay
 from detkern.cu import column_sum
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.tensors import TensorView, contiguous_strides
 
 KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
@@ -163,7 +163,7 @@ def test_a_device_not_seen_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def sum_on(_: CudaDevice, dc: Any, initial: Any = None) -> Any:
         runs.append(dc.shape)
-        result = numpy_replay.column_sum(dc, initial=initial)
+        result = replayed_column_sum(dc, initial=initial)
         if dc.shape[0] == wrong_rows:
             result.view(f"u{result.itemsize}")[3] ^= 1
         return result
@@ -192,10 +192,8 @@ def test_a_device_not_seen_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_the_check_sees_a_sum_that_forgets_out() -> None:
-    outcome = selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, out_dtype=F32))
+    outcome = selfcheck.check_column_sum(F32, lambda dc, initial: replayed_column_sum(dc, out_dtype=F32))
     assert outcome.differing
     assert "an accumulator" in outcome.example
-    assert (
-        selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, initial=initial)).example == ""
-    )
+    assert selfcheck.check_column_sum(F32, lambda dc, initial: replayed_column_sum(dc, initial=initial)).example == ""
     assert np.isfinite(outcome.elements)

@@ -14,7 +14,8 @@ from detkern.contracts import MMA16, TREE_MMA16
 from detkern.cu.geometry import SHARED_A, SHARED_B, Launch, Load, Tile, launch_for, load_paths, takes, tiles_for
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import GemmProblem, Matrix, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.matrix import Matrix
 from detkern.tensors import Device, TensorView
 
 ATOM = 64  # elements of a row of a box

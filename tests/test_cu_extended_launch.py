@@ -20,8 +20,8 @@ from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
 from detkern.cu.geometry import Launch, Load, Tile
 from detkern.dtypes import BF16, E4M3, F32, DType
 from detkern.errors import DeviceError
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.plan_cache import PlanCache
-from detkern.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 1)

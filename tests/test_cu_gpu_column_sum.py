@@ -17,7 +17,7 @@ from detkern.cu import column_sum
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from detkern import config
 from detkern.backend import Execution
 from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.dtypes import E4M3, F32
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

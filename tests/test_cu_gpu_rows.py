@@ -19,7 +19,7 @@ from detkern.cu import rows
 from detkern.cu.device import describe
 from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
-from detkern.problem import RowKind, row_problem
+from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

@@ -13,13 +13,15 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from detkern import operands
 from detkern.contracts import FMA
-from detkern.cpu import numpy_replay, numpy_rows
 from detkern.cu import column_sum, launch, rows
 from detkern.cu.device import CudaDevice
 from detkern.cu.host_arrays import placing
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import ArgumentError
-from detkern.problem import RowKind
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.rows import replay as numpy_rows
+from detkern.operations.rows.problem import RowKind
 from detkern.tensors import Device, TensorView
 
 DEVICE = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
@@ -101,7 +103,7 @@ def test_products_and_sums(operand: DType, accumulate: bool, monkeypatch: pytest
 
     def total(problem: Any, dc: TensorView, out: TensorView, execution: Any) -> None:
         assert (problem.accumulate, execution.stream) == (accumulate, 0x57)
-        host(out)[...] = numpy_replay.column_sum(host(dc), initial=host(out).copy() if accumulate else None)
+        host(out)[...] = replayed_column_sum(host(dc), initial=host(out).copy() if accumulate else None)
 
     monkeypatch.setattr(launch, "launch", gemm)
     monkeypatch.setattr(column_sum, "launch", total)
@@ -111,7 +113,7 @@ def test_products_and_sums(operand: DType, accumulate: bool, monkeypatch: pytest
     assert result.dtype == (np.float32 if accumulate else operand.numpy)
     assert bits(result) == bits(numpy_replay.gemm(FMA, a, b, initial=initial))
     initial = None if initial is None else initial[0]
-    assert bits(column_sum.sum_on(DEVICE, b, initial)) == bits(numpy_replay.column_sum(b, initial=initial))
+    assert bits(column_sum.sum_on(DEVICE, b, initial)) == bits(replayed_column_sum(b, initial=initial))
 
 
 @pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)

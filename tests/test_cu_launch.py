@@ -23,8 +23,8 @@ from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.plan_cache import PlanCache
-from detkern.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 HEADER = Path(detkern.cu.__file__).parent / "params.cuh"

@@ -18,14 +18,14 @@ import cu_blocks
 import detkern.cpu
 import detkern.cu
 from detkern import config, selfcheck
-from detkern.cpu import numpy_rows
 from detkern.cu import rows
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import RowKind, RowProblem, row_problem
+from detkern.operations.rows import replay as numpy_rows
+from detkern.operations.rows.problem import RowKind, RowProblem, row_problem
 from detkern.tensors import TensorView, contiguous_strides
 
 FOLDER = Path(detkern.cu.__file__).parent

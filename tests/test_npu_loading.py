@@ -23,10 +23,10 @@ from detkern.abi import mirror
 from detkern.abi.library import Library
 from detkern.contracts import FMA, Contract
 from detkern.cpu import backend as cpu
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32
 from detkern.npu import ascend, host_arrays, musa
 from detkern.npu.libraries import built_library, find_library
+from detkern.operations.gemm import replay as numpy_replay
 from detkern.tensors import Device, adapter
 from detkern.tensors import torch as torch_module
 

@@ -11,7 +11,7 @@ import detkern
 from detkern import plan, registry
 from detkern.contracts import CONTRACTS, Contract, default_contract
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.registry import Row
 from detkern.tensors import Device, TensorView
 

@@ -17,7 +17,7 @@ from detkern.cli.main import main
 from detkern.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, Contract
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BackendUnavailable, ContractUnsupported, DeviceError
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.requirements import TABLE, Offer, Row
 from detkern.tensors import Device, TensorView
 from detkern.triton import device as triton_device
@@ -322,7 +322,7 @@ def checked(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 def test_a_device_whose_dot_adds_otherwise_is_refused_mma16_and_offered_the_rest(
     checked: Callable[[Callable[..., Any]], Any],
 ) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
 
     def product(contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
         # Another tensor core's steps: groups of 8.
@@ -345,7 +345,7 @@ def test_a_device_whose_dot_adds_otherwise_is_refused_mma16_and_offered_the_rest
 
 
 def test_a_self_check_that_does_not_finish_is_no_answer(checked: Callable[[Callable[..., Any]], Any]) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
 
     made = checked(lambda *arguments: (_ for _ in ()).throw(DeviceError("out of memory")))
     said = made.refuses(problem(FMA, F16))
@@ -359,7 +359,7 @@ def test_a_self_check_that_does_not_finish_is_no_answer(checked: Callable[[Calla
 def test_an_outcome_holds_for_a_version_of_triton(
     checked: Callable[[Callable[..., Any]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
     from detkern.triton import backend
 
     calls = []

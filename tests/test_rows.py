@@ -23,10 +23,11 @@ from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, 
 from detkern.abi import mirror
 from detkern.abi.descriptors import row_descriptor
 from detkern.abi.library import Library
-from detkern.cpu import backend, numpy_rows
+from detkern.cpu import backend
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operands import KINDS, generate
-from detkern.problem import RowKind, row_problem
+from detkern.operations.rows import replay as numpy_rows
+from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import Device, TensorView
 
 DTYPES = (F32, F16, BF16)

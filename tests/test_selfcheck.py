@@ -13,7 +13,7 @@ from detkern import config, selfcheck
 from detkern.contracts import FMA, MMA16
 from detkern.dtypes import BF16, F16, F32
 from detkern.errors import ArgumentError, DeviceError
-from detkern.problem import RowKind
+from detkern.operations.rows.problem import RowKind
 from detkern.selfcheck import Outcome
 
 

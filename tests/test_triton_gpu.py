@@ -14,7 +14,7 @@ import detkern
 from detkern import operands, registry
 from detkern.contracts import CONTRACTS, Contract
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from detkern.cu import geometry, loader
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild
 from detkern.dtypes import F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 # M, N and K; multiples of 8 take the vector paths, the others the path of any strides; K has ragged ends of all kinds.

@@ -12,9 +12,11 @@ import numpy as np
 from detkern import operands, selfcheck
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, Contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 from detkern.tensors.numpy import CPU, scratch
 from detkern.triton import geometry, launch
@@ -192,7 +194,7 @@ def sums() -> None:
                 out = np.empty(shape[-1:], dtype.numpy) if initial is None else initial.copy()
                 problem = column_sum_problem(view(array), view(out), initial is not None)
                 launch.column_sum(problem, view(array), view(out), EXECUTION)
-                check(out, numpy_replay.column_sum(array, initial=initial), kind, dtype, array.strides)
+                check(out, replayed_column_sum(array, initial=initial), kind, dtype, array.strides)
 
 
 def check_of(contract: str, dtype: DType) -> selfcheck.Outcome:

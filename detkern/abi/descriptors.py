@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem, batch_offsets
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix, batch_offsets
+from ..operations.rows.problem import RowProblem
 from . import mirror
 
 __all__ = ["block_scaled_descriptor", "column_sum_descriptor", "gemm_descriptors", "row_descriptor"]

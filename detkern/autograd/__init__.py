@@ -1,1 +1,1 @@
-"""Gradients by the contract: the rules, free of any framework (rules.py), and their bindings (torch.py)."""
+"""Gradients by the contract, bound to frameworks. The rules, free of any, are in detkern/operations."""

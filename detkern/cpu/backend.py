@@ -17,14 +17,22 @@ from .. import config
 from ..abi import mirror
 from ..abi.descriptors import block_scaled_descriptor, column_sum_descriptor, gemm_descriptors, row_descriptor
 from ..abi.library import Library
+from ..arithmetic.float_environment import default_float_environment
 from ..backend import Execution, Kernel
 from ..contracts import CONTRACTS, FP8_BLOCK128, Contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import ArgumentError, BackendUnavailable, BuildError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.bias_gradient.replay import column_sum as replayed_column_sum
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from ..operations.gemm import replay as numpy_replay
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
+from ..operations.rows import replay as numpy_rows
+from ..operations.rows.problem import RowProblem
 from ..tensors import Device, TensorView
-from . import compiled, numpy_replay, numpy_rows, threads
-from .float_environment import default_float_environment
+from . import compiled, threads
 
 __all__ = ["BACKEND", "CpuBackend", "library"]
 
@@ -222,7 +230,7 @@ def _numpy_block_scaled_gemm(
     blocks = k // problem.contract.k_multiple
     target = _ndarray(out.pointer, (m, n), problem.out)
     with default_float_environment():
-        target[...] = numpy_replay.block_scaled_gemm(
+        target[...] = replayed_block_scaled(
             _ndarray(a.pointer, (m, k), problem.a),
             _ndarray(scale_a.pointer, (m, blocks), problem.scale_a),
             _ndarray(b.pointer, (k, n), problem.b),
@@ -238,7 +246,7 @@ def _numpy_column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView
     vector = Matrix(problem.out.dtype, (), 0, problem.out.stride, problem.out.alignment)
     target = _ndarray(out.pointer, (1, problem.n), vector)[0]
     with default_float_environment():
-        target[...] = numpy_replay.column_sum(
+        target[...] = replayed_column_sum(
             _ndarray(dc.pointer, (*problem.batch, problem.m, problem.n), problem.dc),
             initial=target if problem.accumulate else None,
             out_dtype=problem.out.dtype,

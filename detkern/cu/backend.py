@@ -10,7 +10,10 @@ from ..backend import Execution, Kernel
 from ..contracts import Contract
 from ..dtypes import DType
 from ..errors import ContractUnsupported, DetkernError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowKind, RowProblem
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import Device, TensorView
 from . import column_sum, rows
 from .device import SEEN, CudaDevice, describe, missing

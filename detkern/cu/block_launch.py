@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.rows.problem import RowProblem
 from ..plan_cache import PlanCache
-from ..problem import ColumnSumProblem, RowProblem
 
 __all__ = ["BlockLauncher", "BlockPlan"]
 

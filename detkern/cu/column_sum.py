@@ -13,7 +13,7 @@ from typing import Any
 from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, F16, F32, DType
-from ..problem import ColumnSumProblem, column_sum_problem
+from ..operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from ..tensors import TensorView
 from .block_launch import BlockLauncher, BlockPlan
 from .device import SEEN, CudaDevice, describe

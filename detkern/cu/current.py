@@ -9,7 +9,9 @@ from typing import TypeVar, TypeVarTuple
 from cupy.cuda import driver, runtime
 
 from ..errors import DeviceError
-from ..problem import ColumnSumProblem, GemmProblem, RowProblem
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.rows.problem import RowProblem
 from .extended_launch import LaunchFailure
 
 __all__ = ["on_device"]

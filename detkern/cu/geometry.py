@@ -21,7 +21,8 @@ from pathlib import Path
 from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..dtypes import DType, by_name
 from ..errors import DeviceError
-from ..problem import GemmProblem, Matrix
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, output_map_shape
 from .tuned import labels

@@ -14,8 +14,9 @@ from .. import selfcheck
 from ..backend import Execution
 from ..contracts import Contract
 from ..dtypes import F32
+from ..operations.gemm.problem import GemmProblem, gemm_problem
+from ..operations.matrix import batch_offsets
 from ..plan_cache import PlanCache
-from ..problem import GemmProblem, batch_offsets, gemm_problem
 from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe

@@ -15,7 +15,8 @@ from typing import Any
 from .. import selfcheck
 from ..backend import Execution, Kernel
 from ..dtypes import BF16, F16, F32, DType
-from ..problem import Matrix, RowKind, RowProblem, row_problem
+from ..operations.matrix import Matrix
+from ..operations.rows.problem import RowKind, RowProblem, row_problem
 from ..tensors import TensorView
 from .block_launch import BlockLauncher, BlockPlan
 from .device import SEEN, CudaDevice, describe

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..dtypes import BF16, F16, DType
 from ..errors import DeviceError
-from ..problem import GemmProblem, Matrix
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
 
 __all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "output_map_shape"]
 

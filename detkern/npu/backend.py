@@ -16,7 +16,10 @@ from ..backend import Execution, Kernel
 from ..contracts import Contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import BackendUnavailable, ContractUnsupported, DetkernError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.rows.problem import RowProblem
 from ..tensors import Device, TensorView
 from . import host_arrays
 from .libraries import find_library

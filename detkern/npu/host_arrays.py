@@ -14,7 +14,8 @@ from ..abi.descriptors import column_sum_descriptor, gemm_descriptors
 from ..abi.library import Library
 from ..contracts import Contract
 from ..dtypes import F32, from_numpy
-from ..problem import column_sum_problem, gemm_problem
+from ..operations.bias_gradient.problem import column_sum_problem
+from ..operations.gemm.problem import gemm_problem
 from ..tensors import Device, TensorView
 
 __all__ = ["column_sum", "product"]

@@ -13,7 +13,9 @@ from ..backend import Execution, Kernel
 from ..contracts import Contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import ContractUnsupported, DetkernError
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.gemm.problem import GemmProblem
 from ..tensors import Device, TensorView
 from .device import TritonDevice, describe, missing
 from .geometry import KERNELS, choose

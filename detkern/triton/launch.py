@@ -15,8 +15,10 @@ from ..backend import Execution
 from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType
 from ..errors import BuildError, DeviceError
+from ..operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from ..operations.gemm.problem import GemmProblem, gemm_problem
+from ..operations.matrix import batch_offsets
 from ..plan_cache import PlanCache
-from ..problem import ColumnSumProblem, GemmProblem, batch_offsets, column_sum_problem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe
 from .geometry import Launch, choose
