@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .dtypes import DType
 from .errors import ArgumentError, DeviceError
-from .tensors import Adapter, TensorView, adapter_for, describe
+from .plan import Planned
+from .tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
 from .tensors.overlap import overlapping
 
 __all__ = ["Call"]
@@ -27,7 +27,6 @@ class Call:
         "_operands",
         "_out",
         "_out_adapter",
-        "_result",
         "execution",
         "out",
         "views",
@@ -77,15 +76,29 @@ class Call:
             if self.out.device != device:
                 raise _elsewhere("out", self.out, argument, lead_view)
 
-    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> TensorView:
-        """The memory to write: the caller's `out`, checked against the operands, or new."""
-        out = self.out
+    def complete(self, planned: Planned) -> Any:
+        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
+        caller gets."""
+        plan, m, shape = planned
+        execution, out = self.execution, self.out
         if out is None:
-            out = self._lead.empty(self._array, shape, strides, dtype, self.execution)
+            strides = contiguous_strides(shape)
+            result = self._lead.empty(self._array, shape, strides, plan.dtype, execution)
         else:
             self.refuse_overlap()
-        self._result = out
-        return out
+            result = out
+        if 0 in shape:
+            pass
+        elif execution.device.kind == "cpu":
+            plan.run(m, self.views, result, execution)
+        else:
+            self._begin()
+            plan.run(m, self.views, result, execution)
+            self._end()
+        if out is None:
+            return self._lead.result(self._array, result, execution)
+        self._out_adapter.wrote(self._out)
+        return self._out
 
     def refuse_overlap(self) -> None:
         """ArgumentError where the caller's `out` shares memory with an operand."""
@@ -97,17 +110,15 @@ class Call:
                     f"out shares memory with {name}, which is read while out is written; give another out"
                 )
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Order the stream after whoever produces the operands on another one."""
-        if self.execution.device.kind != "cpu":
-            for adapter, array, _, _ in self._elsewhere_ordered():
-                adapter.join(array, self.execution)
+        for adapter, array, _, _ in self._elsewhere_ordered():
+            adapter.join(array, self.execution)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Order later users of the operands and of `out` after the stream."""
-        if self.execution.device.kind != "cpu":
-            for adapter, array, view, written in self._elsewhere_ordered():
-                adapter.release(array, view, self.execution, written)
+        for adapter, array, view, written in self._elsewhere_ordered():
+            adapter.release(array, view, self.execution, written)
 
     def _elsewhere_ordered(self) -> list[tuple[Adapter, Any, TensorView, bool]]:
         """The arrays that the execution's stream does not order by itself."""
@@ -119,13 +130,6 @@ class Call:
         if self.out is not None and not (self._out_adapter is self._lead and self._lead.stream_ordered):
             arrays.append((self._out_adapter, self._out, self.out, True))
         return arrays
-
-    def finish(self) -> Any:
-        """What the caller gets."""
-        if self.out is None:
-            return self._lead.result(self._array, self._result, self.execution)
-        self._out_adapter.wrote(self._out)
-        return self._out
 
 
 def _elsewhere(argument: str, view: TensorView, leader: str, leading: TensorView) -> DeviceError:

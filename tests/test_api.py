@@ -16,6 +16,7 @@ from detkern.contracts import CONTRACTS, get_contract
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.plan_cache import PlanCache
 
 NAMES = tuple(FRAMEWORKS)
 OPERANDS = (F32, F16, BF16)
@@ -173,13 +174,20 @@ def test_k_zero_accumulates_nothing() -> None:
     assert bits(out).tolist() == [[0, 0x40200000, 0x7FFFFFFF]]
 
 
-def test_empty_results_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cpu.backend import CpuBackend
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has everything that would prepare or run a product on the CPU fail."""
+    from detkern import plan, registry
+    from detkern.operations.gemm.problem import GemmProblem
 
     def launched(*_: object) -> None:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(CpuBackend, "gemm", launched)
+    plan.forget_plans()
+    monkeypatch.setattr(registry.load("cpu").implementations[GemmProblem], "prepare", launched)
+
+
+def test_empty_results_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing_runs(monkeypatch)
     assert detkern.gemm(np.ones((0, 3), np.float32), np.ones((3, 2), np.float32)).shape == (0, 2)
     assert detkern.linear(np.ones((2, 0, 3), np.float32), np.ones((2, 3), np.float32)).shape == (2, 0, 2)
     with pytest.raises(AssertionError, match="launched"):
@@ -274,12 +282,7 @@ def test_block_scaled(name: str) -> None:
 
 
 def test_explain_says_what_would_run_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cpu.backend import CpuBackend
-
-    def launched(*_: object) -> None:
-        raise AssertionError("launched")
-
-    monkeypatch.setattr(CpuBackend, "gemm", launched)
+    nothing_runs(monkeypatch)
     field = np.zeros((4, 8), [("flag", "u1"), ("value", "f4")])["value"]
     out = np.ones((4, 3), np.float32)
     said = detkern.explain(field, np.ones((8, 3), np.float32), out=out)
@@ -397,11 +400,12 @@ def test_eight_threads_at_once() -> None:
 
 def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     from detkern import plan
+    from detkern.operations.gemm import checks
 
     plan.forget_plans()
     made = []
-    original = plan._make_plan
-    monkeypatch.setattr(plan, "_make_plan", lambda *arguments: made.append(1) or original(*arguments))
+    original = checks._make
+    monkeypatch.setattr(checks, "_make", lambda *arguments: made.append(1) or original(*arguments))
     for seed in range(5):
         detkern.gemm(normal((3, 8), F32, seed), normal((8, 2), F32, seed))
     assert len(made) == 1
@@ -414,7 +418,34 @@ def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -
     detkern.gemm(a, a, trans_b=True)
     detkern.gemm(a, b, out_dtype="f16")
     assert len(made) == 5
-    monkeypatch.setattr(plan, "_KEPT", 4)
+    # The number of rows is an argument, but for one row, which has no stride.
+    x, w = normal((3, 40, 8)), normal((8, 2))
     for m in range(1, 20):
-        detkern.gemm(normal((m, 8)), normal((8, 2)))
-    assert len(plan._plans) <= 4
+        detkern.gemm(normal((m, 8)), w)
+        assert detkern.gemm(x[:, :m].copy(), w).shape == (3, m, 2)
+    assert len(made) == 6
+    # The same layout said in another way.
+    assert same(detkern.linear(normal((5, 8)), w.T), detkern.gemm(normal((5, 8)), w))
+    assert len(made) == 6
+    # Where no one stride leads through the rows, and in batches, it is a part of the layout.
+    for m in range(2, 5):
+        assert same(detkern.gemm(x[:, :m], w), detkern.gemm(x[:, :m].copy(), w))
+        detkern.gemm(normal((2, m, 8)), normal((2, 8, 2)))
+    assert len(made) == 12
+
+
+def test_varying_sizes_drive_out_no_plan_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern import plan, registry
+    from detkern.operations.gemm import checks
+
+    monkeypatch.setattr(checks, "plans", PlanCache(8))
+    monkeypatch.setattr(plan, "plans", checks.plans)
+    a, b = normal((3, 8)), normal((8, 2))
+    selected = []
+    real = registry.select
+    monkeypatch.setattr(registry, "select", lambda *given: selected.append(given[0].k) or real(*given))
+    for k in range(9, 60):
+        detkern.gemm(a, b)
+        detkern.gemm(normal((3, k)), normal((k, 2)))  # the batch of a weight's gradient is its K
+    assert selected == [8, *range(9, 60)]
+    assert len(checks.plans) <= 8

@@ -16,15 +16,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from detkern import registry
+from detkern.backend import Run
 from detkern.cli import references
 from detkern.cli.main import main
 from detkern.cli.properties import QUICK
 from detkern.cli.references import PROPERTIES, error_bound, finish
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, Contract
+from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE
 from detkern.cpu.backend import CpuBackend
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.operations.bias_gradient.problem import ColumnSumProblem
+from detkern.operations.gemm.problem import GemmProblem
 from detkern.plan import forget_plans
-from detkern.tensors import Device
 
 M, N, K = QUICK.m, QUICK.n, QUICK.k
 
@@ -41,20 +43,36 @@ class Broken(CpuBackend):
     name = "broken"
 
     def __init__(self, spoil: Callable[..., None]) -> None:
-        self.spoil = spoil
+        super().__init__()
+        self.implementations = {
+            problem: _Spoiled(self.implementations[problem], spoil) for problem in (GemmProblem, ColumnSumProblem)
+        }
 
-    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
-        return [(FMA, BF16)]
 
-    def column_sum(self, problem: Any, dc: Any, out: Any, execution: Any) -> None:
-        super().column_sum(problem, dc, out, execution)
-        if problem.m > 1 and getattr(self.spoil, "sums", False):
-            _flip(out.array, (0,))
+class _Spoiled:
+    """An implementation of the CPU backend that computes bfloat16 alone, of products `fma`, and is spoiled."""
 
-    def gemm(self, problem: Any, a: Any, b: Any, out: Any, bias: Any, execution: Any) -> None:
-        super().gemm(problem, a, b, out, bias, execution)
-        if problem.k and not getattr(self.spoil, "sums", False):
-            self.spoil(problem, a.array, b.array, out.array, None if bias is None else bias.array)
+    def __init__(self, implementation: Any, spoil: Callable[..., None]) -> None:
+        self.implementation, self.spoil = implementation, spoil
+        self.explain = implementation.explain
+
+    def refuses(self, problem: Any) -> str | None:
+        computed = self.implementation.operation.variant_of(problem) in (("fma", BF16), ("bias_gradient", BF16))
+        return None if computed else "not this one"
+
+    def prepare(self, problem: Any, execution: Any) -> Run:
+        right = self.implementation.prepare(problem, execution)
+        sums = getattr(self.spoil, "sums", False)
+
+        def run(m: int, operands: Any, out: Any, execution: Any) -> None:
+            right(m, operands, out, execution)
+            if sums and isinstance(problem, ColumnSumProblem) and m > 1:
+                _flip(out.array, (0,))
+            if not sums and isinstance(problem, GemmProblem) and problem.k:
+                arrays = [None if view is None else view.array for view in operands]
+                self.spoil(problem.with_rows(m), *arrays[:2], out.array, arrays[2])
+
+        return run
 
 
 @pytest.fixture
@@ -65,7 +83,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         module = types.ModuleType("broken_backend")
         module.BACKEND = Broken(spoil)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "broken_backend", module)
-        row = registry.Row("broken", "broken_backend", ("cpu",), ("gemm", "column_sum"), dispatched=False)
+        row = registry.Row("broken", "broken_backend", ("cpu",), dispatched=False)
         monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, row))
         registry.load.cache_clear()
         forget_plans()

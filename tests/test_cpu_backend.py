@@ -24,7 +24,7 @@ from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, T
 from detkern.cpu import backend, compiled
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 from detkern.errors import ArgumentError, ContractUnsupported, DeviceError
-from detkern.operations.block_scaled.problem import block_scaled_problem
+from detkern.operations.block_scaled.problem import BlockScaledProblem, block_scaled_problem
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
@@ -70,8 +70,10 @@ def gemm(
     a, b = (np.broadcast_to(x, (*out.shape[:-2], *x.shape[-2:])) for x in (a, b))
     views = (view(a), view(b), view(out), None if bias is None else view(bias))
     problem = gemm_problem(contract, *views, initial is not None)
-    assert backend.BACKEND.refuses(problem) is None
-    backend.BACKEND.gemm(problem, *views, EXECUTION)
+    products = backend.BACKEND.implementations[GemmProblem]
+    assert products.refuses(problem) is None
+    a_view, b_view, out_view, bias_view = views
+    products.prepare(problem, EXECUTION)(problem.m, (a_view, b_view, bias_view), out_view, EXECUTION)
     return out
 
 
@@ -80,8 +82,9 @@ def block_scaled(
 ) -> np.ndarray:
     views = tuple(view(array) for array in (a, scale_a, b, scale_b, out))
     problem = block_scaled_problem(FP8_BLOCK128, *views, accumulate)
-    assert backend.BACKEND.refuses(problem) is None
-    backend.BACKEND.block_scaled_gemm(problem, *views, EXECUTION)
+    products = backend.BACKEND.implementations[BlockScaledProblem]
+    assert products.refuses(problem) is None
+    products.prepare(problem, EXECUTION)(problem.m, views[:4], views[4], EXECUTION)
     return out
 
 
@@ -288,26 +291,29 @@ def test_what_the_backend_refuses_and_says() -> None:
         (problem_of(FP8_BLOCK128, E4M3, E4M3), ("block_scaled_gemm",)),
         (problem_of(FMA, F32, F32, E4M3), ("float32, float16 or bfloat16",)),
     ):
-        reason = backend.BACKEND.refuses(problem)
+        reason = backend.BACKEND.implementations[GemmProblem].refuses(problem)
         assert reason is not None
         assert all(word in reason for word in words), reason
     arrays = [
         np.empty(s, t) for s, t in (((2, 130), E4M3.numpy), ((2, 1), "f4"), ((130, 2), E4M3.numpy), ((1, 2), "f4"))
     ]
     scaled = block_scaled_problem(FP8_BLOCK128, *map(view, arrays), view(np.empty((2, 2), "f4")), False)
-    assert "multiple of 128, not 130" in (backend.BACKEND.refuses(scaled) or "")
+    assert "multiple of 128, not 130" in (backend.BACKEND.implementations[BlockScaledProblem].refuses(scaled) or "")
 
 
 def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "num_threads", 3)
-    kernel = backend.BACKEND.kernel(problem_of(MMA16, BF16, BF16))
+    kernel = backend.BACKEND.implementations[GemmProblem].explain(problem_of(MMA16, BF16, BF16))
     assert kernel.name.startswith("c++ mma16 (")
     assert "mma=" + kernel.tile in native_library.name
     assert kernel.geometry == "at most 3 threads"
     assert kernel.scratch_bytes == 0
-    assert "fma=" + backend.BACKEND.kernel(problem_of(TREE, BF16, BF16)).tile in native_library.name
+    assert (
+        "fma=" + backend.BACKEND.implementations[GemmProblem].explain(problem_of(TREE, BF16, BF16)).tile
+        in native_library.name
+    )
     monkeypatch.setattr(backend, "library", lambda: None)
-    assert backend.BACKEND.kernel(problem_of(FMA, F32, F32)).name == "numpy fma"
+    assert backend.BACKEND.implementations[GemmProblem].explain(problem_of(FMA, F32, F32)).name == "numpy fma"
 
 
 def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Library) -> None:

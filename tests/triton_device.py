@@ -83,7 +83,8 @@ def run(
     from detkern.triton import launch
 
     problem = gemm_problem(contract, a, b, out, bias, accumulate)
-    launch.launch(problem, a, b, out, bias, Execution(device, stream, allocate))
+    if 0 not in out.shape:
+        launch.Launches(problem)(problem.m, (a, b, bias), out, Execution(device, stream, allocate))
 
 
 def _compile(problem: GemmProblem) -> None:

@@ -16,6 +16,7 @@ from ..contracts import FMA, Contract
 from ..cpu.backend import library
 from ..dtypes import BF16, F16, F32, DType
 from ..operands import KINDS, generate
+from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.replay import column_sum as replayed_column_sum
 from ..operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from ..operations.gemm import replay as numpy_replay
@@ -166,8 +167,8 @@ def agreement(subject: Subject, effort: Effort, tally: Tally) -> None:
 def _sums(subject: Subject) -> bool:
     """Whether the backend's bias gradient is looked at here: with `fma`, which takes every type, of whose product with a
     row of ones it has the bits."""
-    rows = [row for row in registry.TABLE if row.name == subject.backend]
-    return subject.contract == FMA and subject.follows and "column_sum" in rows[0].ops
+    implemented = BIAS_GRADIENT.problem in registry.load(subject.backend).implementations
+    return subject.contract == FMA and subject.follows and implemented
 
 
 def _bias_gradient(subject: Subject, effort: Effort, tally: Tally, kind: str, seed: int) -> None:

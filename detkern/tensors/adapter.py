@@ -6,9 +6,9 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..backend import Execution
 from ..dtypes import DType
 from ..errors import DTypeError
+from .execution import Execution
 from .view import Device, TensorView
 
 __all__ = ["Adapter", "adapter_for"]

@@ -19,10 +19,10 @@ from ..contracts import get_contract
 from ..dtypes import DTYPES, DType
 from ..tensors import Device
 
-__all__ = ["direct", "freeze", "place", "recorded", "transformed"]
+__all__ = ["TYPES", "direct", "freeze", "place", "recorded", "transformed"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
+TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
 _KINDS = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
 
 
@@ -57,7 +57,7 @@ def recorded(first: Any, second: Any, third: Any = None) -> bool:
 
 def place(tensor: Any) -> tuple[DType, Device] | None:
     """The type and the device of a tensor as detkern names them; None where it has no name for one of them."""
-    operand, kind = _TYPES.get(tensor.dtype), _KINDS.get(tensor.device.type)
+    operand, kind = TYPES.get(tensor.dtype), _KINDS.get(tensor.device.type)
     return None if operand is None or kind is None else (operand, Device(kind, tensor.device.index or 0))
 
 
@@ -69,7 +69,7 @@ def freeze(contract: str | None, dtype: Any, device: Any, stated: str = "") -> s
     """
     if contract is not None:
         return get_contract(contract).name
-    operand = _TYPES.get(dtype)
+    operand = TYPES.get(dtype)
     if operand is None:
         return None
     configured = configured_contract(operand)

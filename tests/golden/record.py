@@ -109,14 +109,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder for the file (default tests/golden)")
     arguments = parser.parse_args()
 
+    from detkern import registry
     from detkern.cu.backend import BACKEND
     from detkern.cu.device import describe, missing
+    from detkern.operations.gemm.operation import GEMM
     from detkern.tensors import Device
 
     if reason := missing(0):
         print(f"no GPU to record on: {reason}")
         return 1
-    offered = list(dict.fromkeys(contract.name for contract, _ in BACKEND.contracts(Device("cuda", 0))))
+    offered = list(dict.fromkeys(name for name, _ in registry.computed(BACKEND, GEMM, Device("cuda", 0))))
     facts = describe(0)
     record = {
         "gpu": facts.name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ...tensors.view import Device, TensorView
 from ..matrix import Matrix, Vector, alignment_of, matrix_of
@@ -19,6 +20,8 @@ class ColumnSumProblem:
     m is 0.
     """
 
+    operation: ClassVar[str] = "bias_gradient"
+
     device: Device
     batch: tuple[int, ...]
     m: int
@@ -34,6 +37,10 @@ class ColumnSumProblem:
     def about(self) -> str:
         """What it is and its sizes, for messages."""
         return f"the bias gradient of m={self.m}, n={self.n}"
+
+    def with_rows(self, m: int) -> ColumnSumProblem:
+        """The same layout with another number of rows, neither number being 1."""
+        return self if m == self.m else replace(self, m=m)
 
 
 def column_sum_problem(dc: TensorView, out: TensorView, accumulate: bool) -> ColumnSumProblem:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ...contracts import Contract
 from ...tensors.view import Device, TensorView
@@ -18,6 +19,8 @@ class BlockScaledProblem:
     The row and column strides of the scales follow that notation; a stride may be zero.
     """
 
+    operation: ClassVar[str] = "block_scaled_gemm"
+
     contract: Contract
     device: Device
     m: int
@@ -29,6 +32,15 @@ class BlockScaledProblem:
     scale_b: Matrix
     out: Matrix
     accumulate: bool
+
+    @property
+    def about(self) -> str:
+        """What it is and its sizes, for messages."""
+        return f"{self.contract} product of m={self.m}, n={self.n}, k={self.k}"
+
+    def with_rows(self, m: int) -> BlockScaledProblem:
+        """The same layout with another number of rows, neither number being 1."""
+        return self if m == self.m else replace(self, m=m)
 
 
 def block_scaled_problem(

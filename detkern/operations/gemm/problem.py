@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ...contracts import Contract
 from ...tensors.view import Device, TensorView
@@ -18,6 +19,8 @@ class GemmProblem:
     Batch dimensions are merged as far as the strides allow; a batch over which `b` is broadcast is merged into `m`
     where the rows of `a` and `out` line up.
     """
+
+    operation: ClassVar[str] = "gemm"
 
     contract: Contract
     device: Device
@@ -39,6 +42,10 @@ class GemmProblem:
     def about(self) -> str:
         """What it is and its sizes, for messages."""
         return f"{self.contract} gemm of m={self.m}, n={self.n}, k={self.k}"
+
+    def with_rows(self, m: int) -> GemmProblem:
+        """The same layout with another number of rows, neither number being 1."""
+        return self if m == self.m else replace(self, m=m)
 
 
 def gemm_problem(

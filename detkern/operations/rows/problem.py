@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
+from typing import ClassVar
 
 from ...tensors.view import Device, TensorView
 from ..matrix import Matrix, matrix_of
@@ -13,7 +14,16 @@ __all__ = ["RowKind", "RowProblem", "row_problem"]
 
 
 class RowKind(IntEnum):
-    """The row operations; the values are those of `detkern_row_kind` in abi/abi.h."""
+    """The row operations; the values are those of `detkern_row_kind` in abi/abi.h.
+
+    reduces:  whether a row becomes one number.
+    spreads:  whether the first operand is one number a row.
+    operands: how many operands it has: a gradient other than that of a sum or a mean also needs what the forward saw.
+    """
+
+    reduces: bool
+    spreads: bool
+    operands: int
 
     SUM = 1
     MEAN = 2
@@ -26,25 +36,16 @@ class RowKind(IntEnum):
     SOFTMAX_BACKWARD = 9
     LOG_SOFTMAX_BACKWARD = 10
 
+    def __init__(self, value: int) -> None:
+        # Attributes, not properties: every call reads them.
+        self.reduces = value <= 3
+        self.spreads = 6 <= value <= 8
+        self.operands = 2 if value >= 8 else 1
+
     @property
     def label(self) -> str:
         """The name of the public function."""
         return self.name.lower()
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a row becomes one number."""
-        return self <= RowKind.MEAN_SQUARE
-
-    @property
-    def spreads(self) -> bool:
-        """Whether the first operand is one number a row."""
-        return RowKind.SUM_BACKWARD <= self <= RowKind.MEAN_SQUARE_BACKWARD
-
-    @property
-    def operands(self) -> int:
-        """How many operands it has: a gradient other than that of a sum or a mean also needs what the forward saw."""
-        return 2 if self >= RowKind.MEAN_SQUARE_BACKWARD else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class RowProblem:
     What has one number a row (`a` where the kind spreads, `out` where it reduces) has column stride 0. Batch dimensions are
     merged with each other and with the rows as far as the strides of all operands allow. n may be 0; there are rows.
     """
+
+    operation: ClassVar[str] = "rows"
 
     kind: RowKind
     device: Device
@@ -71,6 +74,10 @@ class RowProblem:
     def about(self) -> str:
         """What it is and its sizes, for messages."""
         return f"{self.kind.label} of {self.m * prod(self.batch)} rows, n={self.n}"
+
+    def with_rows(self, m: int) -> RowProblem:
+        """The same layout with another number of rows, neither number being 1."""
+        return self if m == self.m else replace(self, m=m)
 
 
 def row_problem(kind: RowKind, a: TensorView, b: TensorView | None, out: TensorView, n: int) -> RowProblem:
