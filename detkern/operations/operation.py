@@ -63,31 +63,28 @@ class Descriptor(Generic[P]):
     call: Callable[[Any, Any], None]
     tile: Callable[[P, Sequence[str]], str]
 
+    def packing(self) -> tuple[Callable[..., None], int]:
+        """What writes the addresses into a structure, pack(structure, place, *addresses), and the place."""
+        place: int = getattr(self.structure, self.pointers[0]).offset
+        return struct.Struct(f"<{len(self.pointers)}Q").pack_into, place
+
     def launches(self, problem: P) -> Callable[[int, Operands, TensorView], Sequence[Any]]:
         """(rows, operands, out) -> the structures of a problem's launches, with their addresses but without threads, stream
         and scratch memory."""
         templates = self.templates(problem)
         copy, addresses = self.structure.from_buffer_copy, self.addresses
-        pack = struct.Struct(f"<{len(self.pointers)}Q").pack_into
-        place = getattr(self.structure, self.pointers[0]).offset
-        only = templates[0][0]
+        pack, place = self.packing()
 
-        def one(m: int, operands: Operands, out: TensorView) -> Sequence[Any]:
-            launch = copy(only)
-            launch.m = m
-            pack(launch, place, *addresses(operands, out))
-            return (launch,)
-
-        def several(m: int, operands: Operands, out: TensorView) -> Sequence[Any]:
-            made = []
+        def made(m: int, operands: Operands, out: TensorView) -> Sequence[Any]:
+            every = []
             for template, offsets in templates:
                 launch = copy(template)
                 launch.m = m
                 pack(launch, place, *map(add, addresses(operands, out), offsets))
-                made.append(launch)
-            return made
+                every.append(launch)
+            return every
 
-        return several if len(templates) > 1 else one
+        return made
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     view = _view(dc)
     if view is None:
         return api.bias_gradient(dc, out_dtype=out_dtype, backend=backend)
-    planned = plan_column_sum(view, None, _named(out_dtype), False, backend)
+    planned = plan_column_sum(view, None, None if out_dtype is None else _named(out_dtype), False, backend)
     return _complete(planned, (view,), view.device, dc.device)
 
 
@@ -68,9 +68,8 @@ def _product(
         if names is LINEAR:
             return api.linear(left, right, bias, contract=contract, out_dtype=out_dtype, backend=backend)
         return api.gemm(left, right, contract=contract, out_dtype=out_dtype, backend=backend)
-    planned = plan_product(
-        names, a, b, False, names is LINEAR, column, None, _named(out_dtype), False, contract, backend
-    )
+    wanted = None if out_dtype is None else _named(out_dtype)
+    planned = plan_product(names, a, b, False, names is LINEAR, column, None, wanted, False, contract, backend)
     return _complete(planned, (a, b, column), a.device, left.device)
 
 
@@ -93,7 +92,7 @@ def _view(tensor: Any) -> TensorView | None:
 def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: Device, place: Any) -> Any:
     """Run a plan into a new tensor."""
     plan, m, shape = planned
-    strides = contiguous_strides(shape)
+    strides = (shape[1] or 1, 1) if len(shape) == 2 else contiguous_strides(shape)
     dtype = plan.dtype
     # torch.empty, which has more signatures to tell apart, takes twice the time.
     result = torch.empty_strided(shape, strides, dtype=_TORCH_TYPES[dtype.code], device=place)
@@ -125,5 +124,5 @@ _HOST = Device("cpu")
 _on_host = Execution(_HOST, 0, _allocate)
 
 
-def _named(out_dtype: Any) -> DType | None:
-    return None if out_dtype is None else _RESULTS.get(out_dtype) or dtype_argument(out_dtype)
+def _named(out_dtype: Any) -> DType:
+    return _RESULTS.get(out_dtype) or dtype_argument(out_dtype)
