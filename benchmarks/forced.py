@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .shapes import Product
 
-__all__ = ["contract_of", "forced_call", "tiles_of"]
+__all__ = ["contract_of", "forced_call", "forced_calls", "problem_of_sizes", "seen", "tiles_of"]
 
 
 def contract_of(product: Product) -> Any:
@@ -22,16 +23,35 @@ def _views(product: Product, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
     from detkern.dtypes import by_name
     from detkern.tensors import Device, TensorView
 
-    dtype = by_name(product.dtype)
-    assert dtype is not None
-
     def view(tensor: Any, transpose: bool) -> TensorView:
         if transpose:
             tensor = tensor.t()
+        dtype = by_name(str(tensor.dtype).removeprefix("torch."))
+        assert dtype is not None
         device = Device("cuda", 0)
         return TensorView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, array=tensor)
 
     return view(a, product.trans_a), view(b, product.trans_b), view(out, False)
+
+
+def problem_of_sizes(product: Product, output_f32: bool = False, accumulate: bool = False) -> Any:
+    """The problem of a product whose matrices are row-major and begin where an allocation could."""
+    from detkern.dtypes import F32, by_name
+    from detkern.operations.gemm.problem import gemm_problem
+    from detkern.tensors import Device, TensorView
+
+    dtype = by_name(product.dtype)
+    assert dtype is not None
+
+    def view(name: str, transpose: bool, kind: Any) -> TensorView:
+        rows, columns = product.matrix(name)
+        shape, strides = ((columns, rows), (1, columns)) if transpose else ((rows, columns), (columns, 1))
+        return TensorView(256, shape, strides, kind, Device("cuda", 0))
+
+    a, b = product.operands
+    views = view(a, product.trans_a, dtype), view(b, product.trans_b, dtype)
+    out = view("out", False, F32 if output_f32 else dtype)
+    return gemm_problem(contract_of(product), *views, out, None, accumulate)
 
 
 def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
@@ -48,21 +68,41 @@ def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
 
 def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callable[[], None]:
     """The product by a tile, on PyTorch's current stream; compiles and plans now. a, b: as `Product` has them."""
+    problem, views = seen(product, [(a, b, out)])
+    return forced_calls(problem, tile, views)[0]
+
+
+def seen(
+    product: Product, matrices: Iterable[tuple[Any, Any, Any]], accumulate: bool = False
+) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+    """The problem of several sets of a, b and out, and detkern's views of each. Raises ValueError where the sets do not lie in
+    memory alike.
+
+    accumulate: to what is in `out`, which is float32 then.
+    """
+    from detkern.operations.gemm.problem import gemm_problem
+
+    views = [_views(product, *one) for one in matrices]
+    problems = {gemm_problem(contract_of(product), *three, None, accumulate) for three in views}
+    if len(problems) != 1:
+        raise ValueError("the sets of matrices do not lie in memory alike")
+    return problems.pop(), views
+
+
+def forced_calls(problem: Any, tile: Any, views: Iterable[tuple[Any, Any, Any]]) -> list[Callable[[], None]]:
+    """The call by a tile for each of the sets that `seen` gave, planned once."""
     import torch
 
     from detkern.backend import Execution
     from detkern.cu import geometry, launch
     from detkern.cu.device import describe
     from detkern.dtypes import by_name
-    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
 
     facts = describe(0)
     device = Device("cuda", 0)
     byte = by_name("e4m3")
     assert byte is not None
-    views = _views(product, a, b, out)
-    problem = gemm_problem(contract_of(product), *views, None, False)
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors)
     plan = launch.plan_for(problem, facts, torch.cuda.current_stream().cuda_stream, chosen)
 
@@ -70,8 +110,8 @@ def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callab
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         return TensorView(memory.data_ptr(), (size,), (1,), byte, device, array=memory)
 
-    def call() -> None:
+    def call(three: tuple[TensorView, TensorView, TensorView]) -> None:
         execution = Execution(device, torch.cuda.current_stream().cuda_stream, allocate)
-        launch.enqueue(plan, *views, None, execution)
+        launch.enqueue(plan, *three, None, execution)
 
-    return call
+    return [functools.partial(call, three) for three in views]

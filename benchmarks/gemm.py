@@ -8,9 +8,12 @@ median over the turns of detkern's time over that of cuBLAS in the same turn; ti
 A run need not measure everything: --shapes, --m and --what choose rows, --seconds ends it in time, and the rows of an
 earlier record of the same GPU, driver, packages and sources stay, each with its date; --missing measures what is left. The
 record is <DIR or benchmarks/results/<gpu>>/gemm.json, with tables and plots beside it (benchmarks/gemm_report.py).
---check-bits compares bits instead of timing (benchmarks/gemm_bits.py) and writes gemm-bits.json.
+--check-bits compares bits instead of timing (benchmarks/gemm_bits.py) and writes gemm-bits.json. --drawn measures products
+drawn from the layers of models.toml (benchmarks/drawn_run.py) and writes gemm-drawn.json, with --again gemm-drawn-again.json,
+with --check-bits gemm-drawn-bits.json (benchmarks/drawn_bits.py).
 
-Ends with status 1 unless every target is met over all of shapes.toml (with --check-bits: unless no bit differs).
+Ends with status 1 unless every target is met over all of shapes.toml (with --check-bits: unless no bit differs; with --drawn:
+over all that was drawn).
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from .operands import Operands
 from .shapes import Product
 
 WHAT = (*shapes.OPS, "tree")
-DEFAULT_PEERS = tuple(name for name in peers.NAMES if name not in ("detkern", "cublas"))
+OTHER_PEERS = tuple(name for name in peers.NAMES if name not in ("detkern", "cublas"))
+# Those that time many algorithms for each product, or compile for it, only where they are asked for.
+DEFAULT_PEERS = tuple(name for name in OTHER_PEERS if name not in ("cublaslt", "vllm_triton"))
 
 # How far a peer's result may be from cuBLAS's, as a norm over its first rows: whether it computed the same product at all.
 # The rounded nodes of a tree are what needs most of it.
@@ -48,7 +53,7 @@ def measure(device: Any, product: Product, operands: Operands, compared: Iterabl
     for peer in compared:
         try:
             with peer.setting(product):
-                calls = [peer.bind(product, *one) for one in zip(*rotating, strict=True)]
+                calls = peer.calls(device, product, list(zip(*rotating, strict=True)))
                 found = timing.capture(device, calls)
         except Exception as error:
             if peer.name in ("detkern", "cublas"):
@@ -171,7 +176,8 @@ def merged(
 
 def sources() -> list[Path]:
     """What a row's time depends on here: the kernels, the tile tables and what reads them."""
-    return [*records.product_sources(), records.ROOT / "detkern" / "cu" / "geometry.py"]
+    folder = records.ROOT / "detkern" / "cu"
+    return [*records.product_sources(), folder / "geometry.py", folder / "time_model.py"]
 
 
 def _list(text: str) -> list[str]:
@@ -193,14 +199,33 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         type=_list,
-        default=list(DEFAULT_PEERS),
-        help=f"beside cublas: of {','.join(DEFAULT_PEERS)} (default: those that are installed)",
+        help=f"beside cublas: of {','.join(OTHER_PEERS)} (default: of {','.join(DEFAULT_PEERS)} those that are installed; "
+        "with --drawn none)",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument("--missing", action="store_true", help="only rows that the record does not have yet")
     parser.add_argument("--check-bits", action="store_true", help="compare bits with the general kernels instead")
+    parser.add_argument(
+        "--drawn", nargs="?", const="new", metavar="SEED",
+        help="measure products drawn by this seed; without one by that of a record that is not complete, else by a new one",
+    )  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="with --drawn: the second record, gemm-drawn-again.json")
+    parser.add_argument("--count", type=int, help="with --drawn: how many products (default 4000)")
+    parser.add_argument(
+        "--regret", type=int, default=200, metavar="N", help="with --drawn: time the tiles of the first N (default 200)"
+    )
     arguments = parser.parse_args()
-    for option, allowed in (("what", WHAT), ("peers", DEFAULT_PEERS)):
+    if arguments.drawn is None and (arguments.again or arguments.count):
+        parser.error("--again and --count are for --drawn")
+    if arguments.drawn not in (None, "new") and not arguments.drawn.isdecimal():
+        parser.error(f"--drawn: {arguments.drawn!r} is no seed, which is a whole number")
+    of_the_grid = [f"--{name}" for name in ("shapes", "m", "what", "contract", "type")
+                   if getattr(arguments, name) != parser.get_default(name)]  # fmt: skip
+    if arguments.drawn and of_the_grid:
+        parser.error(f"--drawn draws its own shapes: {', '.join(of_the_grid)} is for those of shapes.toml")
+    if arguments.peers is None:
+        arguments.peers = [] if arguments.drawn else list(DEFAULT_PEERS)
+    for option, allowed in (("what", WHAT), ("peers", OTHER_PEERS)):
         if unknown := [name for name in getattr(arguments, option) if name not in allowed]:
             parser.error(f"--{option}: {', '.join(unknown)} is none of {', '.join(allowed)}")
     try:
@@ -254,9 +279,7 @@ def run(arguments: argparse.Namespace, device: Any, gpu: str, driver: str, more:
 def main() -> int:
     """Measure or compare, record, report."""
     arguments = _arguments()
-    if reason := timing.missing():
-        print(f"nothing to measure with: {reason}")
-        return 1
+    timing.leave_if(timing.missing())
 
     import torch
 
@@ -264,6 +287,11 @@ def main() -> int:
 
     facts = describe(0)
     more = {"cuda of torch": str(torch.version.cuda)}
+    if arguments.drawn:
+        from . import drawn_bits, drawn_run
+
+        visit = drawn_bits.run if arguments.check_bits else drawn_run.run
+        return visit(arguments, timing.Cuda(), facts, more)
     if arguments.check_bits:
         from . import gemm_bits
 

@@ -30,8 +30,10 @@ LIMIT_OF_ONE = 1.05  # of any forward product or gradient
 PEERS = {
     "cublas": "cuBLAS",
     "cublas_no_split": "cuBLAS, no split-K",
+    "cublaslt": "cuBLASLt's best",
     "detkern_independent": "detkern, no dependent launch",
     "triton": "detkern, Triton",
+    "vllm_triton": "vLLM's Triton kernel",
     "deep_gemm": "DeepGEMM",
     "sgemm_bi": "sgemm-bi",
 }

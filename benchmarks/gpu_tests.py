@@ -23,7 +23,7 @@ import xml.etree.ElementTree as tree
 from pathlib import Path
 from typing import Any
 
-from . import records
+from . import records, timing
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARTS = ("compile", "tests", *SANITIZERS, "golden")
@@ -174,9 +174,7 @@ def main() -> int:
 
     from detkern.cu.device import describe, missing
 
-    if reason := missing(0):
-        print(f"no GPU to test on: {reason}")
-        return 1
+    timing.leave_if(missing(0))
     facts = describe(0)
     folder = arguments.output.resolve() if arguments.output else None
     rows = _kept(records.RESULTS / records.slug(facts.name) / "gpu-tests.json", parts)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from . import cublaslt, timing
 from .shapes import Product
 
-__all__ = ["NAMES", "Peer", "Unserved", "here"]
+__all__ = ["NAMES", "Peer", "Unserved", "detkern_call", "here"]
 
 Call = Callable[[], Any]
 
@@ -24,24 +26,37 @@ class Unserved(Exception):
 @dataclass(frozen=True)
 class Peer:
     """bind: from a product and its a, b and out, as they lie in memory (`Product.trans_a` and `trans_b` say how they are
-    meant), to the call; raises Unserved. setting: what holds while it is called and captured."""
+    meant), to the call; raises Unserved. detkern's takes `accumulate` too. setting: what holds while it is called and captured.
+    alternatives: of a peer that has several ways to compute a product, instead of bind: from the product and all sets of its
+    a, b and out, for each way the calls.
+    """
 
     name: str
-    bind: Callable[[Product, Any, Any, Any], Call]
+    bind: Callable[..., Call]
     setting: Callable[[Product], AbstractContextManager[Any]] = lambda product: contextlib.nullcontext()
+    alternatives: Callable[[Product, Sequence[tuple[Any, Any, Any]]], Sequence[Sequence[Call]]] | None = None
+
+    def calls(self, device: timing.Device, product: Product, sets: Sequence[tuple[Any, Any, Any]]) -> Sequence[Call]:
+        """The call for each set of a, b and out; of alternatives those that are fastest."""
+        if self.alternatives is None:
+            return [self.bind(product, *one) for one in sets]
+        found = self.alternatives(product, sets)
+        return found[timing.fastest(device, found)]
 
 
 def _views(product: Product, a: Any, b: Any) -> tuple[Any, Any]:
     return a.t() if product.trans_a else a, b.t() if product.trans_b else b
 
 
-def detkern_call(product: Product, a: Any, b: Any, out: Any, backend: str | None = None) -> Call:
+def detkern_call(
+    product: Product, a: Any, b: Any, out: Any, backend: str | None = None, accumulate: bool = False
+) -> Call:
     """detkern's call of a product."""
     import detkern
 
     return functools.partial(
         detkern.gemm, a, b, trans_a=product.trans_a, trans_b=product.trans_b, out=out, contract=product.contract,
-        backend=backend,
+        backend=backend, accumulate=accumulate,
     )  # fmt: skip
 
 
@@ -125,12 +140,25 @@ def _sgemm_bi(product: Product, a: Any, b: Any, out: Any) -> Call:
     return call
 
 
+def _one_of_a_list(product: Product, a: Any, b: Any, out: Any) -> Call:
+    """cuBLASLt's first algorithm."""
+    return cublaslt.alternatives(product, [(a, b, out)])[0][0]
+
+
+def _vllm_triton(product: Product, a: Any, b: Any, out: Any) -> Call:
+    from . import persistent_triton
+
+    return persistent_triton.call(*_views(product, a, b), out)
+
+
 _PEERS = {
     "cublas": Peer("cublas", _cublas),
     "detkern": Peer("detkern", detkern_call),
     "cublas_no_split": Peer("cublas_no_split", _cublas, _no_split),
+    "cublaslt": Peer("cublaslt", _one_of_a_list, alternatives=cublaslt.alternatives),
     "detkern_independent": Peer("detkern_independent", detkern_call, _independent),
     "triton": Peer("triton", functools.partial(detkern_call, backend="triton")),
+    "vllm_triton": Peer("vllm_triton", _vllm_triton),
     "deep_gemm": Peer("deep_gemm", _deep_gemm),
     "sgemm_bi": Peer("sgemm_bi", _sgemm_bi),
 }
@@ -139,11 +167,21 @@ NAMES = tuple(_PEERS)
 
 def _missing(name: str) -> str | None:
     """Why a peer is not here."""
+    if name == "cublas_no_split":
+        import torch
+
+        if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
+            return f"PyTorch {torch.__version__} cannot switch split-K off"
     if name in ("deep_gemm", "sgemm_bi"):
         try:
             importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError, AttributeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
+    elif name == "cublaslt":
+        return cublaslt.missing()
+    elif name == "vllm_triton":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
     elif name == "detkern_independent":
         from detkern import config
 

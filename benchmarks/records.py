@@ -89,10 +89,12 @@ def write(
     sources: Iterable[Path],
     folder: Path | None = None,
     more: dict[str, str] | None = None,
+    about: dict[str, Any] | None = None,
 ) -> Path:
     """Write a record and return its path.
 
-    gpu: the device's name. folder: instead of the one under RESULTS. more: versions beside those of packages.
+    gpu: the device's name. folder: instead of the one under RESULTS. more: versions beside those of packages. about: what
+    else the record says of its rows, by name.
     """
     record = {
         "what": what,
@@ -102,6 +104,7 @@ def write(
         "versions": versions() | (more or {}),
         "command": command(),
         "sources": {str(path.relative_to(ROOT)): _digest(path) for path in sources},
+        **(about or {}),
         "rows": rows,
     }
     path = (folder or RESULTS / slug(gpu)) / f"{what}.json"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import records
+from . import records, timing
 from .cpu_gemm import cpu_model
 
 WIDTHS = (16, 128, 1024, 4096, 32_768, 151_936, 262_144)
@@ -87,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the row operations' accuracy beside PyTorch's.")
     parser.add_argument("--output", type=Path, help="folder for the record, instead of benchmarks/results/cpu-<model>")
     arguments = parser.parse_args()
+    timing.leave_if(timing.no_torch())
     rows = measured()
     cpu = cpu_model()
     folder = arguments.output or records.RESULTS / f"cpu-{records.slug(cpu)}"

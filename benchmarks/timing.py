@@ -11,16 +11,35 @@ import contextlib
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["TURNS", "WARM", "Captured", "Cuda", "Device", "capture", "interleave", "medians", "missing", "sets"]
+__all__ = [
+    "TURNS",
+    "WARM",
+    "Captured",
+    "Cuda",
+    "Device",
+    "capture",
+    "fastest",
+    "interleave",
+    "leave_if",
+    "medians",
+    "missing",
+    "no_torch",
+    "rough",
+    "sets",
+]
 
 TURNS = 7
 WARM = 2  # turns that are not counted
 
 GRAPH_US = 1000.0  # what a graph should take, as far as MOST_CALLS allows
 TURN_US = 2000.0  # what a turn of one peer should take
+ROUGH_REPLAYS = 2
+# Of alternatives: how many of the roughly fastest are timed in turn, and how.
+CLOSEST, CLOSEST_TURNS, CLOSEST_WARM, CLOSEST_TURN_US = 3, 5, 1, 700.0
 MOST_CALLS = 64  # in a graph; capturing one costs the host tens of µs
 CACHE_BYTES = 60_000_000  # the L2 of an H200, where a device says less
 
@@ -28,11 +47,28 @@ Calls = Sequence[Callable[[], Any]]
 
 
 def missing() -> str | None:
-    """What a measurement needs and is not here: PyTorch, or a CUDA device that detkern's kernels run on; else None."""
+    """What a measurement needs and is not here: PyTorch, or a CUDA device that it and detkern's kernels run on; else None."""
     from detkern.cu import device
+
+    if reason := no_torch() or device.missing(0):
+        return reason
+    import torch
+
+    return None if torch.cuda.is_available() else f"PyTorch {torch.__version__} shows no CUDA device"
+
+
+def no_torch() -> str | None:
+    """That PyTorch is not installed, or None."""
     from detkern.requirements import Package
 
-    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing() or device.missing(0)
+    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing()
+
+
+def leave_if(reason: str | None) -> None:
+    """End with status 2 and one sentence on standard error where something that a benchmark needs is not here."""
+    if reason is not None:
+        print(f"cannot run here: {reason}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 class Device(Protocol):
@@ -162,3 +198,33 @@ def medians(device: Device, peers: Mapping[str, Calls]) -> dict[str, float]:
     """Median µs a call of each peer, the peers in turn."""
     captured = {name: capture(device, calls) for name, calls in peers.items()}
     return {name: statistics.median(found) for name, found in interleave(device, captured).items()}
+
+
+def rough(device: Device, captured: Captured) -> float:
+    """µs a call, roughly: of a few replays on their own."""
+    captured.graph.replay()  # the first one uploads the graph
+    begin = device.mark()
+    for _ in range(ROUGH_REPLAYS):
+        captured.graph.replay()
+    return device.between(begin, device.mark()) / (ROUGH_REPLAYS * captured.calls)
+
+
+def fastest(device: Device, alternatives: Sequence[Calls]) -> int:
+    """The place of the fastest of several ways to do the same. One that fails is passed over; raises the last error where all
+    do, and ValueError where there is none."""
+    found: dict[str, tuple[float, Captured]] = {}
+    failed: RuntimeError | None = None
+    for place, calls in enumerate(alternatives):
+        try:
+            captured = capture(device, calls)
+            found[str(place)] = rough(device, captured), captured
+        except RuntimeError as error:
+            failed = error
+    if not found:
+        raise failed or ValueError("there is nothing to choose from")
+    closest = sorted(found, key=lambda place: found[place][0])[:CLOSEST]
+    if len(closest) > 1:
+        kept = {place: found[place][1] for place in closest}
+        times = interleave(device, kept, CLOSEST_TURNS, CLOSEST_WARM, CLOSEST_TURN_US)
+        closest.sort(key=lambda place: statistics.median(times[place]))
+    return int(closest[0])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
-from . import records
+from . import records, timing
 
 TURNS = 15
 WARM = 3  # turns that are not counted
@@ -188,6 +188,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for the record, instead of benchmarks/results/<gpu>")
     parser.add_argument("--cpu", action="store_true", help="time CPU tensors and record nothing")
     arguments = parser.parse_args()
+    timing.leave_if(timing.no_torch() if arguments.cpu else timing.missing())
     device = "cpu" if arguments.cpu else "cuda"
     rows = linear_rows(device) + part_rows(device)
     if not arguments.cpu:

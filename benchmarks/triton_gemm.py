@@ -155,6 +155,14 @@ def tile_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def _no_triton() -> str | None:
+    """Why the Triton backend cannot run on the device, or None."""
+    from detkern import registry
+    from detkern.tensors import Device
+
+    return registry.load("triton").unavailable(Device("cuda", 0))
+
+
 def main() -> int:
     """Measure, print, record. Status 1 where a target is missed or a bit differs."""
     parser = argparse.ArgumentParser(description="Time the Triton backend against cuBLAS.")
@@ -162,6 +170,7 @@ def main() -> int:
     parser.add_argument("--tiles", action="store_true", help="also time other tiles")
     arguments = parser.parse_args()
 
+    timing.leave_if(timing.missing() or _no_triton())
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,7 +1,7 @@
 """Products on raw pointers with an explicit stream: the training triad of a linear layer y = x @ w + bias.
 
-For callers that hold memory and streams themselves (a C++ runtime behind ctypes, another framework). Nothing of it is an
-array: no framework is imported but the backend's own runtime.
+For callers that hold memory and streams themselves (a C++ runtime behind ctypes, another framework). No framework is imported
+but the backend's own runtime. Where an array stands for a pointer, its memory is checked against the sizes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from . import registry
@@ -17,7 +18,7 @@ from .contracts import CONTRACTS, FMA, default_contract
 from .dtypes import BF16, F16, F32, DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
 from .operations.gemm.checks import GEMM, plan_product
-from .tensors import Device, TensorView
+from .tensors import Device, TensorView, adapter_for, contiguous_strides, describe
 from .tensors.overlap import overlapping
 
 __all__ = ["Engine"]
@@ -27,6 +28,7 @@ _KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
 _ADDRESSES = 1 << 64
 
 Sizes = tuple[int, int, int]
+Wanted = tuple[tuple[int, ...], DType]
 
 
 class Engine:
@@ -38,6 +40,11 @@ class Engine:
     Every matrix is row-major and dense: x and a are [M, K], b and w are [K, N], out and dy are [M, N]; bias is [N], float32;
     dw is [K, N], float32. `dtype` is the type of all others: "float32", "bfloat16" or "float16".
 
+    **Sizes are (M, K, N)**: rows of x, columns of x, columns of the result. BLAS says (M, N, K), and bare
+    addresses cannot tell. An array (NumPy, PyTorch, CuPy …) may stand for any pointer, and is checked: its device and type,
+    that it is row-major and dense, and its size. A matrix must have as many columns as the sizes say and may have more
+    rows; an array of another number of dimensions is memory, and must have as many elements. Only its address is used.
+
     tensor_cores: False is the contract `fma`; True is the device's tensor-core contract (`mma16`; `mma8` on compute
     capability 8.x), whatever the sizes. Where there is none (float32, or a device without one) the call is refused.
 
@@ -45,9 +52,9 @@ class Engine:
     returns. The engine owns no memory and holds none of the caller's: each pointer must stay valid, and the operands
     unchanged, until that stream has reached the end of the call's work. Memory that work on another stream writes has to be
     ordered before the call by the caller. Pointers belong to the engine's device; nothing checks that, nor how much memory
-    is behind them. No call allocates device memory, so all can be captured into CUDA graphs, once the same kind of call (sizes,
-    type, alignment) has been made outside of a capture, which loads its kernel. An engine may be dropped while work is in
-    flight. It can be used from any number of threads at a time; calls on one stream are ordered as they are made.
+    is behind them, where they are not given as arrays. No call allocates device memory, so all can be captured into CUDA
+    graphs, once the same kind of call (sizes, type, alignment) has been made outside of a capture, which loads its kernel. An
+    engine may be dropped while work is in flight. It can be used from any number of threads at a time; calls on one stream are ordered as they are made.
 
     Raises:
         ArgumentError, DeviceError: `device` or `backend` is none.
@@ -77,7 +84,7 @@ class Engine:
 
     def forward(
         self,
-        pointers: tuple[int, int, int, int | None],
+        pointers: tuple[Any, Any, Any, Any],
         sizes: Sizes,
         dtype: str,
         stream: int,
@@ -86,8 +93,8 @@ class Engine:
         """out[M, N] = a[M, K] @ b[K, N] (+ bias[N]).
 
         Args:
-            pointers: (out, a, b, bias), addresses; bias is float32 or None.
-            sizes: (M, K, N).
+            pointers: (out, a, b, bias), addresses or arrays; bias is float32 or None.
+            sizes: **(M, K, N)**, in this order.
             dtype: of out, a and b: "float32", "bfloat16" or "float16".
             stream: the raw handle of the stream; 0 is the default stream.
             tensor_cores: as the class says.
@@ -96,16 +103,21 @@ class Engine:
             ArgumentError, ShapeError, DTypeError, ContractUnsupported: before anything is enqueued.
             DeviceError, BuildError: as `detkern.gemm`.
         """
-        out, a, b, bias = _addresses(pointers, ("out", "a", "b", "bias"))
+        given, arrays = _addresses(pointers, ("out", "a", "b", "bias"))
         m, k, n = _sizes(sizes)
         element = _dtype(dtype)
+        written = None
+        if arrays:
+            wanted = {"out": ((m, n), element), "a": ((m, k), element), "b": ((k, n), element), "bias": ((n,), F32)}
+            given, written = self._memory(given, wanted, stream)
+        out, a, b, bias = given
         self._run(
-            (a, (m, k), (k, 1)), (b, (k, n), (n, 1)), (out, (m, n), element), bias, ("a", "b", "out"), element, stream,
+            (a, (m, k), (k, 1)), (b, (k, n), (n, 1)), (out, (m, n), element), written, bias, ("a", "b", "out"), element, stream,
             tensor_cores, False,
         )  # fmt: skip
 
     def backward_dw(
-        self, pointers: tuple[int, int, int], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
+        self, pointers: tuple[Any, Any, Any], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
     ) -> None:
         """dw[K, N] += x[M, K].T @ dy[M, N]: each element's chain over M starts at dw's value.
 
@@ -119,15 +131,21 @@ class Engine:
         Raises:
             As `forward`.
         """
-        dw, dy, x = _addresses(pointers, ("dw", "dy", "x"))
+        given, arrays = _addresses(pointers, ("dw", "dy", "x"))
         m, k, n = _sizes(sizes)
+        element = _dtype(dtype)
+        written = None
+        if arrays:
+            wanted = {"dw": ((k, n), F32), "dy": ((m, n), element), "x": ((m, k), element)}
+            given, written = self._memory(given, wanted, stream)
+        dw, dy, x = given
         self._run(
-            (x, (k, m), (1, k)), (dy, (m, n), (n, 1)), (dw, (k, n), F32), 0, ("x", "dy", "dw"), _dtype(dtype), stream,
+            (x, (k, m), (1, k)), (dy, (m, n), (n, 1)), (dw, (k, n), F32), written, 0, ("x", "dy", "dw"), element, stream,
             tensor_cores, True,
         )  # fmt: skip
 
     def backward_dx(
-        self, pointers: tuple[int, int, int], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
+        self, pointers: tuple[Any, Any, Any], sizes: Sizes, dtype: str, stream: int, tensor_cores: bool = False
     ) -> None:
         """dx[M, K] = dy[M, N] @ w[K, N].T.
 
@@ -138,11 +156,16 @@ class Engine:
         Raises:
             As `forward`.
         """
-        dx, dy, w = _addresses(pointers, ("dx", "dy", "w"))
+        given, arrays = _addresses(pointers, ("dx", "dy", "w"))
         m, k, n = _sizes(sizes)
         element = _dtype(dtype)
+        written = None
+        if arrays:
+            wanted = {"dx": ((m, k), element), "dy": ((m, n), element), "w": ((k, n), element)}
+            given, written = self._memory(given, wanted, stream)
+        dx, dy, w = given
         self._run(
-            (dy, (m, n), (n, 1)), (w, (n, k), (1, n)), (dx, (m, k), element), 0, ("dy", "w", "dx"), element, stream,
+            (dy, (m, n), (n, 1)), (w, (n, k), (1, n)), (dx, (m, k), element), written, 0, ("dy", "w", "dx"), element, stream,
             tensor_cores, False,
         )  # fmt: skip
 
@@ -173,11 +196,22 @@ class Engine:
         except RuntimeError as error:
             raise DeviceError(f"{self.device} reported {error}") from error
 
+    def _memory(self, given: tuple[Any, ...], wanted: Mapping[str, Wanted], stream: int) -> tuple[tuple[int, ...], Any]:
+        """The addresses, those of arrays once they are checked, and the first, which is written, where it is an array."""
+        addresses = []
+        for index, ((name, (shape, dtype)), value) in enumerate(zip(wanted.items(), given, strict=True)):
+            if isinstance(value, int):
+                addresses.append(value)
+            else:
+                addresses.append(_checked(value, name, shape, dtype, self.device, stream, written=not index))
+        return tuple(addresses), None if isinstance(given[0], int) else given[0]
+
     def _run(
         self,
         left: tuple[int, tuple[int, int], tuple[int, int]],
         right: tuple[int, tuple[int, int], tuple[int, int]],
         result: tuple[int, tuple[int, int], DType],
+        written: Any,
         bias: int,
         names: tuple[str, str, str],
         dtype: DType,
@@ -200,6 +234,8 @@ class Engine:
         )
         if 0 not in (m, n):
             plan.run(rows, (a, b, column), out, execution)
+            if written is not None:
+                adapter_for(written, names[2]).wrote(written)
 
     def _contract(self, dtype: DType, tensor_cores: bool) -> str:
         """The name of the contract: of tensor cores, what this device's have."""
@@ -261,17 +297,58 @@ def _integer(value: Any, argument: str) -> int:
     return number
 
 
-def _addresses(pointers: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+def _addresses(pointers: Any, names: tuple[str, ...]) -> tuple[tuple[Any, ...], bool]:
+    """The addresses, each an int or an array that stands for one, and whether there are arrays."""
     try:
         given = tuple(pointers)
     except TypeError:
         given = ()
     if len(given) != len(names):
         raise ArgumentError(f"pointers={pointers!r} must be the addresses ({', '.join(names)})")
-    return tuple(
-        0 if value is None and name == "bias" else _integer(value, name)
-        for value, name in zip(given, names, strict=True)
-    )
+    addresses: list[Any] = []
+    arrays = False
+    for value, name in zip(given, names, strict=True):
+        if type(value) is not int and _is_array(value, name):
+            arrays = True
+            addresses.append(value)
+        else:
+            addresses.append(0 if value is None and name == "bias" else _integer(value, name))
+    return tuple(addresses), arrays
+
+
+def _is_array(value: Any, name: str) -> bool:
+    if hasattr(value, "__index__") and not getattr(value, "ndim", None):
+        return False  # a whole number, also one of NumPy's or a tensor's
+    try:
+        adapter_for(value, name)
+    except DTypeError:
+        return False
+    return True
+
+
+def _checked(
+    array: Any, name: str, shape: tuple[int, ...], dtype: DType, device: Device, stream: int, *, written: bool
+) -> int:
+    """The address of an array that holds a row-major matrix or a vector of this shape and type on `device`; typed errors
+    where it does not."""
+    adapter = adapter_for(array, name)
+    copies: list[str] = []
+    found = adapter.out_view(array, name, stream) if written else adapter.view(array, name, stream, copies)
+    if found.device != device:
+        raise DeviceError(f"{name} is on {found.device}, the engine on {device}")
+    if found.dtype != dtype:
+        raise DTypeError(f"{name} is {describe(found)}, and must be {dtype}")
+    if written and found.readonly:
+        raise ArgumentError(f"{name} is read-only")
+    steps = zip(found.shape, found.strides, contiguous_strides(found.shape), strict=True)
+    if copies or (0 not in found.shape and any(size > 1 and step != dense for size, step, dense in steps)):
+        raise ArgumentError(f"{name} is not row-major and dense; give a contiguous copy")
+    matrix = len(found.shape) == len(shape) == 2
+    if matrix and (found.shape[1] != shape[1] or found.shape[0] < shape[0]):
+        raise ShapeError(f"{name} is {describe(found)}, and sizes (M, K, N) ask for {list(shape)}")
+    if math.prod(found.shape) < math.prod(shape):
+        raise ShapeError(f"{name} is {describe(found)}, fewer elements than sizes (M, K, N) ask for: {list(shape)}")
+    return found.pointer
 
 
 def _sizes(sizes: Any) -> Sizes:

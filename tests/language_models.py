@@ -1,4 +1,4 @@
-"""Small causal language models of Hugging Face, random weights, eager attention, and ways to lay their tokens out."""
+"""Small causal language models of Hugging Face, random weights, and ways to lay their tokens out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 MODELS = ("llama", "qwen3")
 
 
-def make_model(name: str, device: str, dtype: Any, **sizes: int) -> Any:
+def make_model(name: str, device: str, dtype: Any, attention: str | None = "eager", **sizes: int) -> Any:
+    """attention: Hugging Face's attn_implementation; None for the one that a model comes with."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import torch
 
@@ -27,7 +28,7 @@ def make_model(name: str, device: str, dtype: Any, **sizes: int) -> Any:
         head_dim=chosen["hidden_size"] // chosen["num_attention_heads"],
         max_position_embeddings=512,
         initializer_range=0.05,
-        attn_implementation="eager",
+        **({"attn_implementation": attention} if attention else {}),
     )
     return model_class(config).to(device, dtype).eval()
 

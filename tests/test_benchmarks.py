@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,44 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gpu_tests, records
+
+FOLDER = Path(records.__file__).parent
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text())
+ON_A_CPU = {"cpu_gemm", "gemm_report", "records", "rows_accuracy"}
+# What needs PyTorch, and with which arguments where it is not what the script does first.
+WITH_TORCH = {name: [] for name in SCRIPTS if name not in {"cpu_gemm", "gemm_report", "gpu_tests", "records"}}
+WITH_TORCH |= {"torch_linear": ["--cpu"]}
+
+
+def run_without(name: str, arguments: list[str], package: str | None = None) -> str:
+    """What a script says on a machine without a GPU and without a package, having ended with status 2."""
+    code = (
+        f"import runpy, sys; sys.argv = {[name, *arguments]!r}; "
+        + (f"sys.modules[{package!r}] = None; " if package else "")
+        + f"runpy.run_module('benchmarks.{name}', run_name='__main__')"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ON_A_CPU])
+def test_without_a_gpu_a_script_says_so(name: str) -> None:
+    """A new script is one of these unless ON_A_CPU names it."""
+    assert run_without(name, []).startswith("cannot run here: ")
+
+
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_without_pytorch_a_script_says_so(name: str) -> None:
+    assert run_without(name, WITH_TORCH[name], "torch").startswith(
+        "cannot run here: PyTorch is not installed; pip install"
+    )
+
+
+def test_scripts_on_a_cpu_are_there() -> None:
+    assert set(SCRIPTS) > ON_A_CPU
 
 
 def test_a_gpu_is_a_folder() -> None:

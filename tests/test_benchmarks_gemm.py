@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,7 +10,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timed_host import Graph, Host, peers_taking
 
 import detkern
 from benchmarks import gemm, gemm_bits, gemm_report, peers, records, shapes, timing
@@ -30,56 +31,6 @@ SMALL = Shapes((1, 3, 8), 8, (Layer("small", "a", 24, 40), Layer("small", "b", 1
 
 def _product(op: str = "forward", m: int = 3, contract: str = "mma16") -> Product:
     return Product(SMALL.layers[0], m, op, contract, "bfloat16")
-
-
-class _Graph:
-    def __init__(self, calls: timing.Calls) -> None:
-        self._calls = calls
-
-    def replay(self) -> None:
-        for call in self._calls:
-            call()
-
-
-class Host:
-    """timing.Device on the CPU: calls run when they are replayed, time is what they add to `now`."""
-
-    name = "cpu"
-    cache_bytes = 4096
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.graphs: list[int] = []
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        yield
-
-    def graph(self, calls: timing.Calls) -> _Graph:
-        self.graphs.append(len(calls))
-        return _Graph(calls)
-
-    def mark(self) -> float:
-        return self.now
-
-    def between(self, first: float, second: float) -> float:
-        return second - first
-
-    def taking(self, us: float, call: Callable[[], Any]) -> Callable[[], Any]:
-        def timed() -> None:
-            self.now += us
-            call()
-
-        return timed
-
-
-def _peers(host: Host, **us: float) -> list[peers.Peer]:
-    """cuBLAS and detkern as they are, taking so many µs a call."""
-
-    def bind(name: str, *arguments: Any) -> Callable[[], Any]:
-        return host.taking(us[name], peers._PEERS[name].bind(*arguments))
-
-    return [peers.Peer(name, functools.partial(bind, name)) for name in us]
 
 
 def test_the_shapes_are_those_of_the_models() -> None:
@@ -198,8 +149,8 @@ def test_peers_take_turns() -> None:
         return timed
 
     captured = {
-        "a": timing.Captured(_Graph([call("a", 400.0)] * 2), 2),
-        "b": timing.Captured(_Graph([call("b", 3000.0)]), 1),
+        "a": timing.Captured(Graph([call("a", 400.0)] * 2), 2),
+        "b": timing.Captured(Graph([call("b", 3000.0)]), 1),
     }
     found = timing.interleave(host, captured, turns=4, warm=1)
     assert found == {"a": [400.0] * 4, "b": [3000.0] * 4}
@@ -211,7 +162,7 @@ def test_a_row_has_the_times_of_each_peer() -> None:
     host = Host()
     product = _product()
     operands = Operands([product], {product: 2}, "cpu")
-    row = gemm.measure(host, product, operands, _peers(host, cublas=10.0, detkern=8.0))
+    row = gemm.measure(host, product, operands, peers_taking(host, cublas=10.0, detkern=8.0))
     assert (row["detkern_us"], row["cublas_us"], row["ratio"], row["turns"]) == (8.0, 10.0, 0.8, timing.TURNS)
     assert gemm.key(row) == product.key
     assert row["tflops"] == round(2 * 3 * 24 * 40 / 8.0 / 1e6, 2)
@@ -242,7 +193,7 @@ def test_a_wrong_result_has_no_time() -> None:
     def unserved(product: Product, a: Any, b: Any, out: Any) -> Callable[[], Any]:
         raise peers.Unserved("not this one")
 
-    cublas, ours = _peers(host, cublas=10.0, detkern=8.0)
+    cublas, ours = peers_taking(host, cublas=10.0, detkern=8.0)
     others = [peers.Peer("triton", wrong), peers.Peer("deep_gemm", partial), peers.Peer("sgemm_bi", unserved)]
     row = gemm.measure(host, product, operands, [cublas, ours, *others])
     assert row["ratio"] == 0.8
@@ -460,7 +411,7 @@ def test_several_visits_fill_one_record(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(shapes, "load", lambda: SMALL)
     monkeypatch.setattr(gemm_report, "plots", lambda *arguments: [])
     host = Host()
-    monkeypatch.setattr(peers, "here", lambda names: (_peers(host, cublas=10.0, detkern=6.0), {}))
+    monkeypatch.setattr(peers, "here", lambda names: (peers_taking(host, cublas=10.0, detkern=6.0), {}))
     measured: list[tuple[Any, ...]] = []
     measure = gemm.measure
 
@@ -529,11 +480,23 @@ def test_what_a_measurement_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr(sys, "argv", ["gemm"])
     monkeypatch.setattr(device, "missing", lambda index: "there is no CUDA device")
-    assert gemm.main() == 1
-    assert "there is no CUDA device" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert gemm.main() == 1
-    assert "PyTorch is not installed" in capsys.readouterr().out
+    for said in ("there is no CUDA device", "PyTorch is not installed"):
+        with pytest.raises(SystemExit) as ended:
+            gemm.main()
+        assert ended.value.code == 2
+        assert f"cannot run here: {said}" in capsys.readouterr().err
+        monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def test_a_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern.cu import device
+
+    torch = types.SimpleNamespace(__version__="2.13.0+cpu", cuda=types.SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "missing", lambda index: None)
+    assert timing.missing() == "PyTorch 2.13.0+cpu shows no CUDA device"
+    torch.cuda.is_available = lambda: True
+    assert timing.missing() is None
 
 
 @pytest.mark.parametrize("op", shapes.OPS)

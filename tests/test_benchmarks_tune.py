@@ -251,5 +251,7 @@ def test_without_a_gpu_the_tuner_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(tune.timing, "missing", lambda: "there is no CUDA device")
     monkeypatch.setattr(sys, "argv", ["tune"])
-    assert tune.main() == 1
-    assert "there is no CUDA device" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        tune.main()
+    assert ended.value.code == 2
+    assert "cannot run here: there is no CUDA device" in capsys.readouterr().err

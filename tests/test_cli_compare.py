@@ -39,7 +39,24 @@ def test_ulp_distance(got: int, want: int, apart: int) -> None:
 
 def test_nan_payloads_differ_and_count_apart_from_numbers() -> None:
     found = compare(_f32(0x7FFFFFFF, 0x7FFFFFFF, 0x3F800000), _f32(0x7FC00000, 0x3F800000, 0x3F800000))
-    assert (found.differing, found.largest_ulp, found.nan_against_number) == (2, None, 1)
+    assert (found.differing, found.largest_ulp, found.nan_against_number, found.nan_patterns) == (2, None, 1, 1)
+    assert found.largest_error is None
+    assert found.first is not None
+    assert found.first.index == (1,), "NaN against a number comes before NaN against NaN"
+    found = compare(_f32(0x3F800000, 0x7FFFFFFF), _f32(0x3F800000, 0xFFC00000))
+    assert (found.differing, found.nan_patterns, found.nan_against_number) == (1, 1, 0)
+    assert found.first is not None
+    assert found.first.index == (1,)
+
+
+def test_absolute_error() -> None:
+    """1 against 1 + 2^-23, -2 against 2; infinities have no finite distance."""
+    assert compare(_f32(0x3F800000), _f32(0x3F800001)).largest_error == 2.0**-23
+    assert compare(_f32(0xC0000000, 0x3F800000), _f32(0x40000000, 0x3F800001)).largest_error == 4.0
+    assert compare(_f32(0x00000000), _f32(0x80000000)).largest_error == 0.0
+    assert compare(_f32(0x7F7FFFFF), _f32(0x7F800000)).largest_error is None
+    largest = np.array([np.finfo(np.float16).max], np.float16)
+    assert compare(largest, -largest).largest_error == 131008.0
 
 
 def test_first_mismatch_is_in_row_major_order_with_all_digits() -> None:

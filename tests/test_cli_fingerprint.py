@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,22 @@ def test_one_bit_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint_of(subject) != _digest("fma", "bf16")
 
 
+def test_json() -> None:
+    result = CliRunner().invoke(main, ["fingerprint", "--contract", "mma16", "--json"])
+    assert json.loads(result.stdout) == {
+        "fingerprint": 1,
+        "operands": 1,
+        "results": [
+            {"contract": "mma16", "dtype": "float16", "sha256": _digest("mma16", "f16")},
+            {"contract": "mma16", "dtype": "bfloat16", "sha256": _digest("mma16", "bf16")},
+        ],
+    }
+
+
 def test_filters() -> None:
     result = CliRunner().invoke(main, ["fingerprint", "--contract", "tree", "--device", "cpu", "--backend", "cpu"])
     lines = RECORDED.splitlines()
+    assert CliRunner().invoke(main, ["fingerprint", "--contract", "tree", "--backend", "cpu"]).stdout == result.stdout
     assert result.stdout.splitlines() == [lines[0], *(line for line in lines if line.startswith("tree "))]
     result = CliRunner().invoke(main, ["fingerprint", "--device", "cuda:63"])
     assert result.exit_code == 2

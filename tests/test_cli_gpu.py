@@ -56,3 +56,5 @@ def test_fingerprints_equal_the_cpus() -> None:
     assert here[0] == there[0]
     assert len(here) > 5
     assert set(here) <= set(there)
+    named = CliRunner().invoke(main, ["fingerprint", "--backend", "cuda"]).stdout.splitlines()
+    assert named == here, "a named backend finds its device"

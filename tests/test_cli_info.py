@@ -148,6 +148,52 @@ def test_a_wrong_environment_variable_is_one_line_and_exit_code_2() -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "info", "info --json", "--help", "--version", "info --help", "fingerprint --contract fma",
+        "verify --quick --contract fma --property padding",
+    ],
+)  # fmt: skip
+def test_a_pipe_that_closes_ends_quietly(arguments: str) -> None:
+    """The reader has left before the first byte. 141 is what a shell says of a program that SIGPIPE ended."""
+    done = _into_a_closed_pipe(arguments, "stdout")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_error_into_a_pipe_that_closes() -> None:
+    done = _into_a_closed_pipe("verify --backend nothing", "stderr")
+    assert (done.returncode, done.stdout) == (141, "")
+
+
+def _into_a_closed_pipe(arguments: str, stream: str) -> subprocess.CompletedProcess[str]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writing}
+    try:
+        return subprocess.run([sys.executable, "-m", "detkern", *arguments.split()], **streams, text=True, check=False)
+    finally:
+        os.close(writing)
+
+
+def test_head_gets_its_line() -> None:
+    ran = subprocess.Popen([sys.executable, "-m", "detkern", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert ran.stdout is not None
+    assert ran.stderr is not None
+    assert ran.stdout.readline() == b"versions\n"
+    ran.stdout.close()
+    assert ran.wait() in (0, 141)
+    assert ran.stderr.read() == b""
+    ran.stderr.close()
+
+
+def test_narrow_tables_keep_devices_and_types() -> None:
+    shown = CliRunner(env={"COLUMNS": "40"}).invoke(main, ["info"]).stdout
+    assert max(map(len, shown.splitlines())) <= 40
+    for dtype in ("f32", "f16", "bf16", "e4m3", "e5m2"):
+        assert f"\n  cpu {dtype} " in shown
+
+
 def test_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process started with `>&-` has no sys.stdout."""
     from detkern.cli.output import terminal

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from safetensors.numpy import save_file
 import detkern
 from detkern.api import block_scaled_gemm
 from detkern.cli.main import main
+from detkern.contracts import CONTRACTS
 from detkern.dtypes import BF16, E4M3, E5M2, F32
 from detkern.operands import generate
 
@@ -86,16 +90,21 @@ def test_a_difference_is_counted_and_located(folder: Path) -> None:
     arguments = ["run.npz:a", "run.npz:b", "--contract", "mma16", "--expect", "run.npz:c", "--dtype", "bf16"]
     result = run(*arguments)
     assert result.exit_code == 1
-    assert "differing elements   2 of 15" in result.stdout
-    assert "largest ULP distance 3" in result.stdout
-    assert "first at             [1, 2]" in result.stdout
-    assert f"recomputed         0x{c.view(np.uint32)[1, 2]:08x}" in result.stdout
-    assert f"in the file        0x{wrong.view(np.uint32)[1, 2]:08x}" in result.stdout
-    result = run(*arguments, "--json", "-")
+    assert "differing elements     2 of 15" in result.stdout
+    assert "largest ULP distance   3" in result.stdout
+    apart = abs(wrong[1, 2].astype(np.float64) - c[1, 2].astype(np.float64))
+    assert f"largest absolute error {apart:.6g}" in result.stdout
+    assert "NaN" not in result.stdout
+    assert "first at               [1, 2]" in result.stdout
+    assert f"recomputed           0x{c.view(np.uint32)[1, 2]:08x}" in result.stdout
+    assert f"in the file          0x{wrong.view(np.uint32)[1, 2]:08x}" in result.stdout
+    result = run(*arguments, "--json")
     record = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert (record["equal"], record["differing"], record["largest_ulp"]) == (False, 2, 3)
-    assert record["first"]["index"] == [1, 2]
+    (found,) = record["contracts"]
+    assert (record["equal"], found["equal"], found["differing"], found["largest_ulp"]) == (False, False, 2, 3)
+    assert found["largest_error"] == apart
+    assert found["first"]["index"] == [1, 2]
     # Another contract is a difference too, or this test's operands could not tell contracts apart.
     np.savez("run.npz", a=a, b=b, c=c)
     assert run(*arguments).exit_code == 0
@@ -264,11 +273,118 @@ def test_archives_that_zipfile_cannot_read(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_is_an_error(folder: Path) -> None:
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_a_full_disk_is_an_error(folder: Path, json_flag: list[str]) -> None:
     np.save("one.npy", np.ones((1, 1), np.float32))
-    result = run("one.npy", "one.npy", "--contract", "fma", "--expect", "one.npy", "--json", "/dev/full")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "/dev/full: No space left on device" in result.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "detkern",
+        "replay",
+        "one.npy",
+        "one.npy",
+        "--contract",
+        "fma",
+        "--expect",
+        "one.npy",
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *json_flag], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def replayed(*arguments: str) -> tuple[int, dict[str, str], list[str]]:
+    """Exit code, the first word of each contract's line, and the lines after those."""
+    result = run(*arguments)
+    lines = result.stdout.splitlines()
+    found = [re.match(r"(equal|DIFFERENT): .*?, contract ([\w-]+): ", line) for line in lines]
+    return (
+        result.exit_code,
+        {m[2]: m[1] for m in found if m},
+        [line for line, m in zip(lines, found, strict=True) if not m],
+    )
+
+
+def test_any_contract_of_float32_results(folder: Path) -> None:
+    """Only the contract that computed them gives them, and every contract that takes the type has a line."""
+    a, b = generate("cancel", BF16, (60, 300), 1), generate("cancel", BF16, (300, 50), 2)
+    for contract in ("fma", "mma16", "mma8", "tree", "tree-mma16"):
+        np.savez("run.npz", a=a, b=b, c=detkern.gemm(a, b, contract=contract, out_dtype="float32"))
+        status, found, rest = replayed(*ANY, "--contract", "any")
+        assert (status, rest) == (0, [])
+        assert found == {name: "equal" if name == contract else "DIFFERENT" for name in BF16_CONTRACTS}
+
+
+ANY = ["run.npz:a", "run.npz:b", "--dtype", "bf16", "--expect", "run.npz:c"]
+BF16_CONTRACTS = [contract.name for contract in CONTRACTS.values() if BF16 in contract.operands]
+
+
+def test_elements_that_cannot_tell_contracts_apart(folder: Path) -> None:
+    a, b = generate("normal", BF16, (3, 40), 1), generate("normal", BF16, (40, 5), 2)
+    wide = {name: detkern.gemm(a, b, contract=name, out_dtype="float32").tobytes() for name in ("fma", "mma16", "mma8")}
+    assert wide["fma"] != wide["mma16"] == wide["mma8"], "the operands are chosen so"
+    np.savez("run.npz", a=a, b=b, c=detkern.gemm(a, b, contract="fma"))
+    status, found, (said,) = replayed(*ANY, "--contract", "any")
+    assert status == 0
+    assert [name for name, word in found.items() if word == "equal"] == ["fma", "mma16", "mma8"]
+    assert said.startswith(
+        "fma, mma16 and mma8 give the same elements here, which cannot tell them apart; float32 results"
+    )
+    assert '(out_dtype="float32") can, but for mma16 and mma8: larger operands' in said
+    # A second --contract is added to the first. These two are told apart by float32 results.
+    status, found, (said,) = replayed(*ANY, "--contract", "mma8", "--contract", "fma", "--contract", "mma8")
+    assert (status, found) == (0, {"mma8": "equal", "fma": "equal"})
+    assert said.endswith('float32 results of the same operands (out_dtype="float32") can')
+    # Sums that are exact in every order.
+    np.savez("run.npz", a=np.ones_like(a), b=np.ones_like(b), c=np.full((3, 5), 40, BF16.numpy))
+    status, found, (said,) = replayed(*ANY, "--contract", "any")
+    assert (status, found) == (0, dict.fromkeys(BF16_CONTRACTS, "equal"))
+    assert "nor can float32 results; larger operands" in said
+    record = json.loads(run(*ANY, "--contract", "any", "--json").stdout)
+    assert record["same_in_float32"] == [BF16_CONTRACTS]
+    assert [entry["contract"] for entry in record["contracts"]] == BF16_CONTRACTS
+
+
+def test_several_contracts_that_all_differ(folder: Path) -> None:
+    a, b = generate("normal", BF16, (3, 40), 1), generate("normal", BF16, (40, 5), 2)
+    c = np.array(detkern.gemm(a, b, contract="fma"))
+    c[0, 0] += np.asarray(1, c.dtype)
+    np.savez("run.npz", a=a, b=b, c=c)
+    result = run(*ANY, "--contract", "fma", "--contract", "mma16")
+    assert result.exit_code == 1
+    assert re.search(r"contract fma: 1 of 15 \(6.67%\) differ by up to [\d,]+ ULP, 1 absolute\n", result.stdout)
+    record = json.loads(run(*ANY, "--contract", "fma", "--contract", "mma16", "--json").stdout)
+    assert (record["equal"], record["same_in_float32"]) == (False, None)
+
+
+def test_any_contract_goes_by_the_type_of_a(folder: Path) -> None:
+    x, y = generate("normal", F32, (3, 8), 1), generate("normal", F32, (8, 2), 2)
+    np.savez("run.npz", a=x, b=y, c=detkern.gemm(x, y))
+    start = generate("normal", F32, (3, 2), 3)
+    np.savez("onto.npz", c=detkern.gemm(x, y, out=start.copy(), accumulate=True), start=start)
+    assert run("run.npz:a", "run.npz:b", "--contract", "any", "--expect", "run.npz:c").stdout.count("\n") == 1
+    onto = ["--initial", "onto.npz:start", "--expect", "onto.npz:c"]
+    assert run("run.npz:a", "run.npz:b", "--contract", "any", *onto).exit_code == 0
+    eights = generate("normal", E4M3, (3, 128), 1)
+    save_safetensors("e.safetensors", a=eights, b=np.ascontiguousarray(eights.T), c=x)
+    scaled = run("e.safetensors:a", "e.safetensors:b", "--contract", "any", "--expect", "e.safetensors:c")
+    assert scaled.exit_code == 2
+    assert "fp8-block128 needs the scales too" in scaled.stderr
+
+
+def test_nans_of_another_payload(folder: Path) -> None:
+    x = np.array([[np.nan, 1.0]], np.float32)
+    y = np.eye(2, dtype=np.float32)
+    c = np.array(detkern.gemm(x, y))
+    c.view(np.uint32)[0, 1] = 0xFFC00000
+    np.savez("run.npz", a=x, b=y, c=c)
+    result = run("run.npz:a", "run.npz:b", "--contract", "fma", "--expect", "run.npz:c")
+    assert result.exit_code == 1
+    assert "NaN against NaN        1 (another sign or payload)" in result.stdout
+    assert "largest ULP distance   none between numbers" in result.stdout
+    assert "largest absolute error" not in result.stdout
 
 
 def test_vectors(folder: Path) -> None:
@@ -279,7 +395,7 @@ def test_vectors(folder: Path) -> None:
     assert (result.exit_code, result.stdout.split(",")[0]) == (0, "equal: run.npz:c: scalar float32")
     result = run("run.npz:a", "run.npz:b", "--contract", "fma", "--expect", "run.npz:wrong")
     assert result.exit_code == 1
-    assert "first at             []" in result.stdout
+    assert "first at               []" in result.stdout
 
 
 def test_e5m2_that_numpy_writes_and_cannot_read(folder: Path) -> None:

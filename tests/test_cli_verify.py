@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from detkern import registry
+from detkern import registry, requirements
 from detkern.backend import Run
-from detkern.cli import references
+from detkern.cli import references, results
 from detkern.cli.main import main
 from detkern.cli.properties import QUICK
 from detkern.cli.references import PROPERTIES, error_bound, finish
@@ -27,6 +28,7 @@ from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.operations.bias_gradient.problem import ColumnSumProblem
 from detkern.operations.gemm.problem import GemmProblem
 from detkern.plan import forget_plans
+from detkern.tensors import Device
 
 M, N, K = QUICK.m, QUICK.n, QUICK.k
 
@@ -213,7 +215,7 @@ def test_a_broken_backend_fails_exactly_its_property(
 ) -> None:
     broken(spoil())
     result = run(
-        "--quick", "--backend", "broken", "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")
+        "--quick", "--backend", "broken", "--json-file", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")
     )
     record = json.loads((tmp_path / "r.json").read_text())
     assert {r["property"]: r["error"] or r["first"] for r in record["results"] if r["status"] == "FAILED"}.keys() == {
@@ -256,10 +258,68 @@ def test_a_property_that_compares_nothing_fails(broken: Callable[..., None], mon
     assert "nothing was compared" in result.stdout
 
 
+def _nan_sign(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+    """NaN with its sign set."""
+    out.view(f"u{out.itemsize}")[np.isnan(out)] |= 1 << (8 * out.itemsize - 1)
+
+
+def test_nans_of_another_sign_are_reported_apart(broken: Callable[..., None], tmp_path: Path) -> None:
+    broken(_nan_sign)
+    result = run("--quick", "--backend", "broken", "--property", "replay", "--json-file", str(tmp_path / "r.json"))
+    assert result.exit_code == 1
+    assert re.search(r"^fma bf16\s+NaN\s*$", result.stdout, re.MULTILINE), result.stdout
+    assert "elements differ, all of them NaN on both sides with another sign or payload; the first" in result.stdout
+    (entry,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert entry["nan_patterns"] == entry["mismatches"] == sum(trial["nan_patterns"] for trial in entry["trials"]) > 0
+    assert (entry["first"]["got"], entry["first"]["want"]) == ("nan", "nan")
+
+
+def test_a_number_that_differs_is_shown_before_nans(broken: Callable[..., None], tmp_path: Path) -> None:
+    """NaNs differ from the first operands on that have any; a number differs in the last call but a few."""
+
+    def both(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
+        _nan_sign(problem, a, b, out, bias)
+        if bias is not None and not np.isnan(out.astype(np.float32)).any():
+            _flip(out)
+
+    broken(both)
+    result = run("--quick", "--backend", "broken", "--property", "replay", "--json-file", str(tmp_path / "r.json"))
+    (entry,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert 0 < entry["nan_patterns"] < entry["mismatches"]
+    assert f"elements differ, {entry['nan_patterns']:,} of them NaN on both sides" in result.stdout
+    assert "nan" not in (entry["first"]["got"], entry["first"]["want"])
+    assert re.search(r"^fma bf16\s+FAIL\s*$", result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_no_width_cuts_a_type_short(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed(subject: Any, item: Any, effort: Any) -> results.Result:
+        return results.Result(subject, item.name, [results.Trial("one", 1, 0)], results.Grid(""))
+
+    monkeypatch.setattr(importlib.import_module("detkern.cli.verify"), "check", passed)
+    result = run("--quick", "--contract", "fp8-block128", "--contract", "fma", columns=columns)
+    table = result.stdout[: result.stdout.index("all 55 checks")]
+    assert max(len(line.rstrip()) for line in table.splitlines()) <= columns
+    headings = [word for line in table.splitlines() if line.startswith("  ") for word in line.split()]
+    assert headings == [item.heading for item in PROPERTIES]
+    parts = table.count("repeat") + sum(line.startswith("  ") for line in table.splitlines()) - 1
+    for name in ("fma f32", "fma f16", "fma bf16", "fp8-block128 e4m3", "fp8-block128 e5m2"):
+        assert len(re.findall(rf"^{name} ", table, re.MULTILINE)) == parts, table
+    assert (parts == 1) == (columns >= 80)
+
+
+def test_json_is_on_standard_output_and_alone(tmp_path: Path) -> None:
+    result = run(
+        "--quick", "--contract", "fma", "--property", "padding", "--json", "--json-file", str(tmp_path / "r.json")
+    )
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json.loads((tmp_path / "r.json").read_text())
+
+
 @pytest.mark.parametrize("contract", ["mma8", "tree-mma16", "fp8-block128"])
 def test_the_cpu_backend_keeps_its_contracts(contract: str, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
-    result = run("--quick", "--contract", contract, "--html", str(page), "--json", str(tmp_path / "r.json"))
+    result = run("--quick", "--contract", contract, "--html", str(page), "--json-file", str(tmp_path / "r.json"))
     assert result.exit_code == 0, result.output
     for line in result.stdout.splitlines():
         assert len(line.rstrip()) <= 80
@@ -317,13 +377,49 @@ def test_the_same_bits_have_the_same_colour_and_others_do_not(tmp_path: Path) ->
         (["--backend", "native", "--contract", "mma8"], "native on cpu mma16"),
         (["--contract", "mma9"], "is not one of"),
         (["--property", "speed"], "is not one of"),
-        (["--json", "/nowhere/at/all.json"], "No such file"),
+        (["--json-file", "/nowhere/at/all.json"], "No such file"),
     ],
 )
 def test_filters_that_match_nothing(arguments: list[str], said: str) -> None:
     result = run("--quick", *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+def test_a_named_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` and `fingerprint` alike, also where another backend that is named can run."""
+
+    class Absent(CpuBackend):
+        def unavailable(self, device: Device) -> str | None:
+            return "its driver is on holiday"
+
+    module = types.ModuleType("absent_backend")
+    module.BACKEND = Absent()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "absent_backend", module)
+    rows = [registry.Row("absent", "absent_backend", ("cpu",), dispatched=False)]
+    rows.append(registry.Row("elsewhere", "absent_backend", ("abacus",)))
+    monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, *rows))
+    monkeypatch.setattr(requirements, "TABLE", registry.TABLE)
+    registry.load.cache_clear()
+    nowhere = "--backend elsewhere cannot run on abacus: nothing here lists abacus devices"
+    cases = [
+        (["--backend", "absent"], "--backend absent cannot run on cpu: its driver is on holiday"),
+        (["--backend", "absent", "--contract", "fma"], "its driver is on holiday"),
+        (["--backend", "absent", "--device", "cpu"], "its driver is on holiday"),
+        (["--backend", "elsewhere"], nowhere),
+        (["--backend", "elsewhere", "--device", "cpu"], "cannot run on cpu: it works on abacus devices"),
+    ]
+    try:
+        for arguments, said in cases:
+            for command in ("verify", "fingerprint"):
+                result = CliRunner().invoke(main, [command, *arguments])
+                assert (result.exit_code, result.stdout) == (2, "")
+                assert said in result.stderr
+        result = run("--quick", "--backend", "cpu", "--backend", "absent", "--property", "padding")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "its driver is on holiday" in result.stderr
+    finally:
+        registry.load.cache_clear()
 
 
 def test_the_frameworks_own_matmul_is_examined_only_when_named() -> None:

@@ -230,22 +230,22 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
 
 def _check_loops(tile: Tile, code: str) -> None:
     """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but for
-    outputs of any kind (no STSM behind the products) of the largest tiles, which take longer than what they wait for there;
+    binary32 and strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for;
     and behind the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next come
     from memory."""
     loops = list(_main_loops(code))
-    assert len(loops) == (2 if tile["OUT_TMA"] else 3)
+    assert len(loops) == 2 + (not tile.swapped) + tile["STRIDED_OUT"]
     large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
-    of_any_kind = [large and not any(name.startswith("STSM") for name in behind) for _, behind in loops]
-    assert sum(of_any_kind) <= 1
-    for (loop, _), may_wait in zip(loops, of_any_kind, strict=True):
+    unrounded = [large and not any(name.startswith("STSM") for name in behind) for _, behind in loops]
+    assert sum(unrounded) <= 2
+    for (loop, _), may_wait in zip(loops, unrounded, strict=True):
         assert any(name.startswith("HGMMA") for name in loop)
         slow = {"R2UR", "WARPSYNC", "WARPSYNC.ALL"} & set(loop)
         assert may_wait or not slow, "what products read is not in uniform registers"
     columns = tile["TILE_N"] * (tile["GROUP_M"] // 64)
     # Where the next tile lies is worked out there, too, while the last products are on their way: PLACED_AHEAD.
     ahead = tile["TILE_M"] > 64 and not tile["IN_TURN"]
-    ahead = ahead and (tile["TILE_N"] % 64 > 0 or tile["TILE_N"] <= 128 * tile["OUT_BOXES"])
+    ahead = ahead and (tile["TILE_N"] % 64 > 0 or tile["TILE_N"] <= 128 * tile["SLAB_BOXES"])
     placing = 100 if ahead else 0
     ends = [behind.index("EXIT") + 1 for _, behind in loops]
     assert min(ends) <= 100 + placing + columns, "the outputs' instructions lie elsewhere"
@@ -275,7 +275,7 @@ def _needed(case: Case) -> list[str]:
         "ACQBULK",
         "PREEXIT",
     ]
-    needed += ["UTMASTG.4D"] if tile.stores_by_tma and width % 64 == 0 else []
+    needed += ["UTMASTG.4D"] if tile.stores_by_tma and (tile.swapped or width % 64 == 0) else []
     return needed
 
 

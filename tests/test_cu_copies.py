@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from detkern.contracts import MMA16, TREE_MMA16
-from detkern.cu.geometry import SHARED_A, SHARED_B, Launch, Load, Tile, launch_for, load_paths, takes, tiles_for
+from detkern.cu.geometry import (
+    SHARED_A,
+    SHARED_B,
+    Launch,
+    Load,
+    Tile,
+    launch_for,
+    load_paths,
+    oriented,
+    takes,
+    tiles_for,
+)
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
@@ -102,22 +113,35 @@ def _turned(matrix: Matrix) -> Matrix:
     return replace(matrix, row_stride=matrix.col_stride, col_stride=matrix.row_stride)
 
 
+def _inside(start: int, extent: int, size: int, unit: int) -> int:
+    return min(start, max(size - extent + unit - 1, 0) // unit * unit)
+
+
 def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[int, int, int]]]:
-    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together."""
+    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside of the
+    output as TileWalk::output() does. problem: oriented."""
     shares = tile.shares
     rows, columns = tile["TILE_M"], tile["TILE_N"]
+    row_unit = 8 if load_paths(problem)[0] == Load.MN_MAJOR else 1
+    column_unit = 1 if tile.swapped else 8
     step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
     for _ in range(3):
         row, column = rng.randrange(-(-problem.m // step_m)) * step_m, rng.randrange(-(-problem.n // step_n)) * step_n
         batch = rng.randrange(problem.batch[0]) if problem.batch else 0
         yield [
-            (batch, row + rank * rows * (shares == SHARED_B), column + rank * columns * (shares == SHARED_A))
+            (
+                batch,
+                _inside(row + rank * rows * (shares == SHARED_B), rows, problem.m, row_unit),
+                _inside(column + rank * columns * (shares == SHARED_A), columns, problem.n, column_unit),
+            )
             for rank in range(2 if shares else 1)
         ]
 
 
 def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: Launch, rng: random.Random) -> None:
     assert launch.maps is not None
+    if tile.swapped:
+        problem, loads = oriented(problem, tile), loads[::-1]
     shares = tile.shares
     a = TmaTile(loads[0] == Load.MN_MAJOR, tile["TILE_M"], tile["TILE_K"])
     b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
@@ -166,6 +190,8 @@ def _operand(mn: int, k: int, load: Load, batch: int, rng: random.Random) -> tup
 
 def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Random) -> GemmProblem:
     m, n, k = (rng.choice(SIZES) for _ in range(3))
+    if tile.swapped:
+        m = rng.choice([size for size in SIZES if size >= tile["TILE_N"]])
     if rng.random() < 0.1:
         m, n, k = rng.choice(((rng.choice(LARGE), n, k), (m, rng.choice(LARGE), k), (m, n, rng.choice(LARGE))))
     batch = rng.choice((0, 0, 2, 7))
@@ -202,3 +228,17 @@ def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> N
             _check(problem, tile, paths, launch_for(problem, tile, 132, paths), rng)
             checked += 1
     assert checked > 3
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) -> None:
+    """TileWalk's output() and own(): a tile has `extent` elements from its start, and owns those from its own place on."""
+    for extent, unit in ((tile["TILE_M"], 1), (tile["TILE_M"], 8), (tile["TILE_N"], 1 if tile.swapped else 8)):
+        for size in (*SIZES, extent - 1, extent, extent + 1, 2 * extent - 1, 2 * extent + 7, 3 * extent):
+            owned = np.zeros(size, int)
+            for own in range(0, size + extent * (tile.shares > 0), extent):  # of a pair one may be outside
+                start = _inside(own, extent, size, unit)
+                assert start % unit == 0 and start <= own
+                assert size < extent or start + extent < size + unit, "no more than a unit's rest is outside"
+                owned[max(own, start) : start + extent] += 1
+            assert (owned == 1).all()

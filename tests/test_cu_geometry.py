@@ -18,6 +18,7 @@ from detkern.cu.geometry import (
     fits,
     launch_for,
     load_paths,
+    oriented,
     predicted_us,
     takes,
     tiles_for,
@@ -178,7 +179,7 @@ def test_a_launch_names_everything_that_its_kernel_needs(contract: Contract) -> 
     macros = dict(launch.build.macros)
     assert launch.build.source == f"{launch.tile.table}.cu"
     assert macros["OPERAND"] == BF16.code
-    assert (macros["LOAD_A"], macros["LOAD_B"]) == (1, 2)
+    assert (macros["LOAD_A"], macros["LOAD_B"]) == ((2, 1) if launch.tile.swapped else (1, 2))
     assert macros["SMEM_BYTES"] == launch.build.shared_bytes
     assert ("MMA_K" in macros) == (contract in (MMA16, MMA8))
     if launch.tile.table == "tree_wgmma":
@@ -241,7 +242,8 @@ def test_ctas_of_tma_kernels_are_those_that_run_at_once() -> None:
                     continue
                 rows = tile["TILE_M"] * (2 if tile.shares == SHARED_B else 1)
                 columns = tile["TILE_N"] * (2 if tile.shares == SHARED_A else 1)
-                units = -(-m // rows) * -(-n // columns)  # tiles, or pairs of them
+                laid = oriented(problem, tile)
+                units = -(-laid.m // rows) * -(-laid.n // columns)  # tiles, or pairs of them
                 ctas = units * (2 if tile.shares else 1)
                 for multiprocessors in (132, 113, 1):
                     launch = launch_for(problem, tile, multiprocessors)
@@ -255,7 +257,8 @@ def test_tiles_below_one_another_are_launched_in_pairs() -> None:
         for tile in _by_tma(contract):
             loads = min(tile.loads)
             for m in (tile["TILE_M"], tile["TILE_M"] + 1, 5 * tile["TILE_M"]):
-                cluster = launch_for(_laid_out(contract, m, 1000, 200, loads), tile, 132).cluster
+                sizes = (1000, m) if tile.swapped else (m, 1000)
+                cluster = launch_for(_laid_out(contract, *sizes, 200, loads), tile, 132).cluster
                 pairs = tile.shares or (contract is MMA16 and m > tile["TILE_M"])
                 assert cluster == (2 if pairs else 1)
     for tile in tiles_for(MMA16, BF16):
@@ -264,7 +267,7 @@ def test_tiles_below_one_another_are_launched_in_pairs() -> None:
 
 
 def test_a_tile_whose_ctas_share_an_operand_is_not_launched_for_fewer_rows() -> None:
-    shared = next(tile for tile in _by_tma() if tile.shares)
+    shared = next(tile for tile in _by_tma() if tile.shares and not tile.swapped)
     problem = _laid_out(MMA16, shared["TILE_M"] - 1, 512, 512, (Load.K_MAJOR, Load.K_MAJOR))
     with pytest.raises(DeviceError, match=r"shared copies parts of whole tiles of rows"):
         launch_for(problem, shared, 132)
@@ -315,27 +318,51 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
     assert {tile.shares for tile in _by_tma()} == {0, 1, 2}
     for tile in _by_tma():
         for m in (1, tile["TILE_M"] - 1, tile["TILE_M"], tile["TILE_M"] + 1, 1000):
-            problem = _laid_out(MMA16, m, 512, 512, both)
+            problem = _laid_out(MMA16, *((512, m) if tile.swapped else (m, 512)), 512, both)
             expected = both in tile.loads and (not tile.shares or m >= tile["TILE_M"])
             assert takes(problem, tile, both) == expected
             assert (tile in candidates(problem, HOPPER, load_paths(problem))) == expected
 
 
-def test_a_tile_that_writes_by_tma_alone_takes_outputs_that_tma_can_write() -> None:
-    boxed = [tile for tile in _by_tma() if tile["OUT_TMA"]]
-    assert boxed
+def test_a_tile_without_strided_outputs_takes_those_that_it_can_write() -> None:
+    boxed = [tile for tile in _by_tma() if not tile["STRIDED_OUT"]]
+    assert {tile.swapped for tile in boxed} == {False, True}
     for tile in boxed:
         loads = min(tile.loads)
-        assert takes(_laid_out(MMA16, 200, 512, 512, loads), tile, loads)
-        assert takes(_laid_out(MMA16, 200, 512, 512, loads, out_dtype=F16), tile, loads)
-        assert not takes(_laid_out(MMA16, 200, 512, 512, loads, out_dtype=F32), tile, loads)
-        assert not takes(_laid_out(MMA16, 200, 511, 512, loads), tile, loads)
+        assert takes(_laid_out(MMA16, 300, 512, 512, loads), tile, loads)
+        assert takes(_laid_out(MMA16, 300, 512, 512, loads, out_dtype=F16), tile, loads)
+        assert takes(_laid_out(MMA16, 300, 512, 512, loads, out_dtype=F32), tile, loads) == (not tile.swapped)
+        assert not takes(_laid_out(MMA16, 300, 511, 512, loads), tile, loads)
+        assert not takes(_laid_out(MMA16, 300, 511, 512, loads, out_dtype=F32), tile, loads)
+
+
+def test_a_swapped_tile_takes_no_fewer_tokens_than_its_columns() -> None:
+    """Its boxes of tokens are whole; fewer are other tiles'."""
+    for tile in _by_tma():
+        if tile.swapped:
+            loads = min(tile.loads)
+            assert not takes(_laid_out(MMA16, tile["TILE_N"] - 1, 512, 512, loads), tile, loads)
+            assert takes(_laid_out(MMA16, tile["TILE_N"], 512, 512, loads), tile, loads)
+
+
+def test_a_swapped_tile_has_the_transposed_problem() -> None:
+    tile = next(tile for tile in _by_tma() if tile.swapped)
+    problem = _laid_out(MMA16, 200, 512, 96, (Load.K_MAJOR, Load.MN_MAJOR), batch=(3,))
+    turned = oriented(problem, tile)
+    assert (turned.m, turned.n, turned.k) == (512, 200, 96)
+    for theirs, ours in ((turned.a, problem.b), (turned.b, problem.a), (turned.out, problem.out)):
+        assert (theirs.row_stride, theirs.col_stride) == (ours.col_stride, ours.row_stride)
+        assert theirs.batch_strides == ours.batch_strides
+    build = launch_for(problem, tile, 132).build
+    assert dict(build.macros)["LOAD_A"] == Load.MN_MAJOR and dict(build.macros)["LOAD_B"] == Load.K_MAJOR
+    other = next(tile for tile in _by_tma() if not tile.swapped)
+    assert oriented(problem, other) is problem
 
 
 def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
     for tile in _by_tma():
         for loads in itertools.product(Load, Load):
-            problem = _laid_out(MMA16, 256, 512, 512, loads)
+            problem = _laid_out(MMA16, 512, 512, 512, loads)
             assert load_paths(problem) == loads
             assert takes(problem, tile, loads) == (loads in tile.loads)
 
@@ -353,22 +380,25 @@ def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
                     continue
                 maps = launch_for(problem, tile, 132).maps
                 assert maps is not None
-                lines = zip((maps.a, maps.b), loads, ((tile["TILE_M"], m), (tile["TILE_N"], n)), strict=True)
+                rows_there, columns_there = (n, m) if tile.swapped else (m, n)
+                sides = ((tile["TILE_M"], rows_there), (tile["TILE_N"], columns_there))
+                lines = zip((maps.a, maps.b), loads[::-1] if tile.swapped else loads, sides, strict=True)
                 for operand, (shape, load, (size, there)) in enumerate(lines):
                     along = load == Load.K_MAJOR
                     boxes, rows = (tile["TILE_K"], size) if along else (size, tile["TILE_K"])
                     boxes //= 64
-                    few = operand == 0 and along and m < rows and not (tile.fills and k % 64 == 0)
+                    few = operand == 0 and along and there < rows and not (tile.fills and k % 64 == 0)
                     if tile.shares == operand + 1:
                         boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
                     whole = (k if along else there) % 64 == 0 and not few
-                    assert (shape.rows, shape.boxes) == (m if few else rows, boxes if whole else None)
+                    assert (shape.rows, shape.boxes) == (there if few else rows, boxes if whole else None)
                     assert shape.rows <= 256
                 assert (maps.out is not None) == (tile.table == "mma_wgmma")
                 if maps.out is not None:
-                    assert (maps.out.rows, maps.out.boxes, maps.out.sizes) == (16, None, (n, m, 1))
+                    rows = tile["TILE_N"] if tile.swapped else 16
+                    assert (maps.out.rows, maps.out.boxes, maps.out.sizes) == (rows, None, (n, m, 1))
                 odd = (
-                    launch_for(_laid_out(contract, m, 100, k, loads), tile, 132) if not tile.get("OUT_TMA", 0) else None
+                    launch_for(_laid_out(contract, m, 100, k, loads), tile, 132) if tile.get("STRIDED_OUT", 1) else None
                 )
                 assert odd is None or (odd.maps and odd.maps.out is None), "rows of 100 are not of whole 16 bytes"
 

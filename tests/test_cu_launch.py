@@ -67,7 +67,7 @@ def test_every_field_is_where_the_header_says() -> None:
         "a": (1,), "b": (2,), "out": (3,), "bias": (4,), "scratch": (5,),
         "m": (7,), "n": (9,), "k": (11,),
         "a_row": (13,), "a_col": (1,), "b_row": (17,), "b_col": (2,), "out_row": (1,), "out_col": (19,),
-        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_by_tma": (0,), "whole_boxes": (0,),
+        "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,), "out_path": (0,), "whole_boxes": (0,),
         "prefetch_bytes": (65536,),
         "batch_shape": (*batch, *rest), "a_batch": (1000, 200, *rest), "b_batch": (0, 300, *rest),
         "out_batch": (-900, 150, *rest),
@@ -99,8 +99,29 @@ def test_a_kernel_is_told_what_its_maps_give() -> None:
         (Maps(at_once, at_once, one_by_one), (1, 3)),
     ):
         block = bytes(40) + launch.pack_params(problem, maps)
-        found = [struct.unpack_from(fields[name][1], block, fields[name][0]) for name in ("out_by_tma", "whole_boxes")]
+        found = [struct.unpack_from(fields[name][1], block, fields[name][0]) for name in ("out_path", "whole_boxes")]
         assert found == [(value,) for value in expected]
+
+
+def test_binary32_outputs_go_by_pairs_where_their_rows_do() -> None:
+    offset, form = _fields()["out_path"]
+    operand = _view((64, 64), (64, 1), BF16, 256)
+    shape = MapShape(BF16, (64, 64, 1), (128, 128), 64)
+    bias = _view((64,), (1,), F32, 0)
+    for out, added, expected in (
+        (_view((64, 64), (64, 1), F32, 256), None, 2),
+        (_view((64, 64), (66, 1), F32, 264), None, 2),
+        (_view((64, 64), (64, 1), F32, 256), bias, 0),
+        (_view((64, 64), (65, 1), F32, 256), None, 0),  # the line
+        (_view((64, 64), (64, 1), F32, 260), None, 0),  # the address
+        (_view((64, 64), (1, 64), F32, 256), None, 0),
+        (_view((64, 64), (64, 1), F16, 256), None, 0),
+    ):
+        problem = gemm_problem(MMA16, operand, operand, out, added, False)
+        block = bytes(40) + launch.pack_params(problem, Maps(shape, shape, None))
+        assert struct.unpack_from(form, block, offset) == (expected,)
+        block = bytes(40) + launch.pack_params(problem)
+        assert struct.unpack_from(form, block, offset) == (0,), "general kernels have one way"
 
 
 class Driver:

@@ -125,6 +125,101 @@ def test_what_it_refuses_leaves_the_output_alone() -> None:
     assert same(out, detkern.gemm(here["x"], here["w"], contract="fma"))
 
 
+def as_torch(array: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
+
+
+@pytest.mark.parametrize("made", [lambda array: array, as_torch, None], ids=["numpy", "torch", "flat"])
+@pytest.mark.parametrize("sizes", [(M, K, N), (M, 1, N), (1, K, 1), (M, K, 1), (1, 1, 1), (M, 0, N), (0, K, N)])
+def test_arrays_stand_for_pointers(sizes: tuple[int, int, int], made: Any) -> None:
+    """Beside addresses, as matrices or as flat memory; the bits are those of addresses."""
+    engine = detkern.Engine("cpu")
+    m, k, n = sizes
+    here = {
+        name: operands.generate("wide", BF16, shape, 1)
+        for name, shape in (("x", (m, k)), ("w", (k, n)), ("dy", (m, n)))
+    }
+    bias = operands.generate("normal", F32, (n,), 7)
+
+    def given(array: np.ndarray) -> Any:
+        return array.reshape(-1) if made is None else made(array)
+
+    def both(call: Any, out: np.ndarray, *arrays: np.ndarray | None) -> None:
+        other = out.copy()
+        call((at(out), *(a if a is None else at(a) for a in arrays)), sizes, "bfloat16", 0)
+        call((given(other), *(a if a is None else given(a) for a in arrays)), sizes, "bfloat16", 0)
+        assert same(other, out)
+        call((at(other), *(a if a is None else given(a) for a in arrays)), sizes, "bfloat16", 0)
+
+    both(engine.forward, np.zeros((m, n), BF16.numpy), here["x"], here["w"], bias)
+    both(engine.forward, np.zeros((m, n), BF16.numpy), here["x"], here["w"], None)
+    both(engine.backward_dw, np.ones((k, n), np.float32), here["dy"], here["x"])
+    both(engine.backward_dx, np.zeros((m, k), BF16.numpy), here["dy"], here["w"])
+
+
+def test_a_longer_buffer_may_be_given() -> None:
+    engine = detkern.Engine("cpu")
+    here = triad(F32)
+    out, flat = np.full((M + 4, N), 7, np.float32), np.zeros(M * K + 5, np.float32)
+    flat[: M * K] = here["x"].reshape(-1)
+    engine.forward((out, flat, here["w"], None), (M, K, N), "float32", 0)
+    assert same(out[:M], detkern.gemm(here["x"], here["w"]))
+    assert (out[M:] == 7).all()
+
+
+def test_arrays_are_checked_against_the_sizes() -> None:
+    """A wrong order of sizes, a short buffer, another type, layout or device: nothing is read or written."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    engine = detkern.Engine("cpu")
+    here = triad(F32)
+    x, w, dy = here["x"], here["w"], here["dy"]
+    out, dw, dx = np.full((M, N), 7, np.float32), np.full((K, N), 7, np.float32), np.full((M, K), 7, np.float32)
+    readonly = out.copy()
+    readonly.flags.writeable = False
+    sizes = (M, K, N)
+    cases: list[tuple[Any, tuple[Any, ...], tuple[int, int, int], type[Exception], str]] = [
+        (engine.forward, (out, x, w, None), (M, N, K), ShapeError, r"out is float32 \[19, 10\], and sizes \(M, K, N\) ask for \[19, 33\]"),
+        (engine.forward, (at(out), x, at(w), None), (M, N, K), ShapeError, r"a is float32 \[19, 33\], and sizes .* \[19, 10\]"),
+        (engine.forward, (out, x, w, None), (M + 1, K, N), ShapeError, r"out is float32 \[19, 10\].* ask for \[20, 10\]"),
+        (engine.forward, (out, x, w.reshape(-1)[1:], None), sizes, ShapeError, r"b is float32 \[329\], fewer elements .*: \[33, 10\]"),
+        (engine.forward, (out, x, w, here["bias"][:-1]), sizes, ShapeError, r"bias is float32 \[9\], fewer elements"),
+        (engine.forward, (out, x, w, here["bias"].astype(np.float16)), sizes, DTypeError, "bias is float16 .*, and must be float32"),
+        (engine.forward, (out, np.ones((M, K), np.float16), w, None), sizes, DTypeError, "a is float16 .*, and must be float32"),
+        (engine.forward, (out, np.asfortranarray(x), w, None), sizes, ArgumentError, "a is not row-major and dense"),
+        (engine.forward, (out[:, ::-1], x, w, None), sizes, ArgumentError, "out is not row-major and dense"),
+        (engine.forward, (out, np.broadcast_to(x[:1], x.shape), w, None), sizes, ArgumentError, "a is not row-major"),
+        (engine.forward, (readonly, x, w, None), sizes, ArgumentError, "out is read-only"),
+        (engine.forward, (out, out.reshape(-1), w, None), (1, K, N), ArgumentError, "out shares memory with a"),
+        (engine.forward, (out, torch.ones(M, K, requires_grad=True), w, None), sizes, ArgumentError, "requires grad"),
+        (engine.forward, (out, torch.ones(M, K, device="meta"), w, None), sizes, Exception, "meta"),
+        (engine.forward, (out, x.tolist(), w, None), sizes, ArgumentError, "a=.* must be a whole number"),
+        (engine.forward, (out, np.float32(3), w, None), sizes, ArgumentError, "a=.* must be a whole number"),
+        (engine.backward_dw, (dw, dy, x), (K, M, N), ShapeError, r"dy is float32 \[19, 10\], and sizes .* ask for \[33, 10\]"),
+        (engine.backward_dw, (at(dw), at(dy), x), (K, M, N), ShapeError, r"x is float32 \[19, 33\], .* ask for \[33, 19\]"),
+        (engine.backward_dw, (dw.astype(BF16.numpy), dy, x), sizes, DTypeError, "dw is bfloat16 .*, and must be float32"),
+        (engine.backward_dx, (dx, dy, w), (M, N, K), ShapeError, r"dx is float32 \[19, 33\], and sizes .* ask for \[19, 10\]"),
+        (engine.backward_dx, (at(dx), at(dy), w), (M, N, K), ShapeError, r"w is float32 \[33, 10\], .* ask for \[10, 33\]"),
+    ]  # fmt: skip
+    for call, pointers, asked, error, message in cases:
+        with pytest.raises(error, match=message):
+            call(pointers, asked, "float32", 0)
+        assert (out == 7).all()
+        assert (dw == 7).all()
+        assert (dx == 7).all()
+
+
+def test_a_tensor_that_is_written_gets_a_new_version() -> None:
+    """So that autograd sees that a tensor which it saved has changed."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    out, x, w = torch.zeros(M, N), torch.ones(M, K), torch.ones(K, N)
+    before = out._version
+    detkern.Engine("cpu").forward((out, x, w, None), (M, K, N), "float32", 0)
+    assert out._version == before + 1
+    assert x._version == w._version == 0
+    assert bool((out == K).all())
+
+
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", -1, True, None, "cuda:-1"])
 def test_a_device_that_is_none(device: Any) -> None:
     with pytest.raises(ArgumentError, match="is no device; give the ordinal of a CUDA device"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import detkern
+from detkern.errors import DeviceError, ShapeError
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,25 @@ def test_the_training_triad_has_the_bits_of_the_public_functions(
         detkern.gemm_db(x, dy, out=want, accumulate=True, contract=contract)
         assert torch.equal(_bits(dw), _bits(want))
     engine.synchronize()
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy"])
+def test_arrays_stand_for_pointers(framework: str) -> None:
+    import cupy
+    import torch
+
+    m, k, n = 33, 40, 24
+    engine = detkern.Engine(0)
+    x, w, _ = _triad("float32", m, k, n)
+    out = torch.full((m, n), 7.0, device="cuda")
+    given = [out, x, w] if framework == "torch" else [cupy.from_dlpack(tensor) for tensor in (out, x, w)]
+    with pytest.raises(ShapeError, match=r"out is float32 \[33, 24\], and sizes \(M, K, N\) ask for \[33, 40\]"):
+        engine.forward((*given, None), (m, n, k), "float32", _handle())
+    with pytest.raises(DeviceError, match="a is on cpu, the engine on cuda:0"):
+        engine.forward((given[0], x.cpu(), given[2], None), (m, k, n), "float32", _handle())
+    assert bool((out == 7).all())
+    engine.forward((*given, None), (m, k, n), "float32", _handle())
+    assert torch.equal(_bits(out), _bits(detkern.gemm(x, w, contract="fma")))
 
 
 def test_four_threads_and_four_streams_ten_thousand_calls() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,10 @@ from click.testing import CliRunner
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import numpy as np
 import torch
+
+import detkern
 
 SMALL = {
     "vocab_size": 100,
@@ -24,6 +29,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 FOLDER = Path(__file__).parents[1] / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """An example's module, as running it would import it."""
+    """An example's module, as running it would import it: with its folder on sys.path."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -46,13 +54,15 @@ def load(name: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_rollout_and_trainer_agree_to_the_bit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
+def test_rollout_and_trainer_agree_to_the_bit(
+    model: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example = load("rollout_vs_trainer")
     monkeypatch.setattr(example, "SMALL", SMALL)
     done = CliRunner().invoke(
         example.main,
-        ["--model", model, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
+        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "rollout and trainer agree to the bit" in done.output
@@ -131,3 +141,55 @@ def _encoder(folder: Path) -> None:
         initializer_range=0.2,
     )  # fmt: skip
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99", "meta", "abacus"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "real_weights"])
+def test_a_device_that_is_not_here_is_one_sentence_and_status_2(name: str, device: str) -> None:
+    """No GPU, a device that PyTorch has and no backend serves, and no device at all."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("gpu: there is one")
+    done = CliRunner().invoke(load(name).main, ["--device", device])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"cannot run on --device {device}: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_package_is_one_sentence_and_status_2(name: str) -> None:
+    package = "tokenizers" if name == "real_weights" else "torch"
+    path = FOLDER / f"{name}.py"
+    code = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.path.insert(0, {str(FOLDER)!r}); "
+        f"runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f'{package} is not installed: pip install ".[examples]"\n'
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_where_numpy_agrees_with_itself_the_example_says_what_to_set(
+    agrees: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("real_weights")
+
+    def by_rows(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        result = np.array(detkern.linear(x, weight, bias))
+        result[0, 0] += 0 if agrees else len(x)
+        return result
+
+    monkeypatch.setattr(example, "numpy_linear", by_rows)
+    monkeypatch.setattr(example, "SENTENCES", example.SENTENCES[-2:])
+    monkeypatch.setattr(example, "BATCHES", (2,))
+    monkeypatch.setattr(example, "TYPES", {"f32": np.dtype(np.float32)})
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["real_weights.py"])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert ("happens to agree with itself" in said) == agrees
+    openblas = "openblas" in np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+    assert ("set OPENBLAS_CORETYPE=Haswell" in said) == (agrees and openblas)

@@ -79,7 +79,7 @@ def test_verify_examines_them_when_they_are_named(backend: str, tmp_path: Path) 
     report = tmp_path / "report.json"
     properties = [f"--property={name}" for name in ("chunking", "layouts", "bias")]
     status, output = run(
-        "verify", "--quick", "--backend", backend, "--contract", "tree", *properties, "--json", str(report)
+        "verify", "--quick", "--backend", backend, "--contract", "tree", *properties, "--json-file", str(report)
     )
     assert status == 0, output
     results = json.loads(report.read_text())["results"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -87,13 +88,87 @@ def test_gradients_reach_input_of_every_shape_that_expands(shape: tuple[int, ...
         with batch_invariant_mode(strict=True):
             ours = torch.addmm(*leaves, alpha=alpha, beta=beta)
         dy = torch.randn(4, 3)
-        wanted = torch.autograd.grad(plain, leaves, dy, allow_unused=True)
-        got = torch.autograd.grad(ours, leaves, dy, allow_unused=True)
+        wanted = torch.autograd.grad(plain, leaves, dy)
+        got = torch.autograd.grad(ours, leaves, dy)
         for mine, theirs in zip(got, wanted, strict=True):
-            if mine is None:
-                assert beta == 0
-            else:
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+SHAPES = {
+    "addmm": ((4, 3), (4, 20), (20, 3)), "addmv": ((4,), (4, 20), (20,)), "addbmm": ((4, 3), (2, 4, 20), (2, 20, 3)),
+    "baddbmm": ((2, 4, 3), (2, 4, 20), (2, 20, 3)),
+}  # fmt: skip
+ZERO_FACTORS = ((0, 1), (0, 0.5), (0, 0), (1, 0), (2, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_zero_multiplies_does_not_enter(name: str, dtype: Any) -> None:
+    function = getattr(torch, name)
+    for (alpha, beta), bad, where in itertools.product(ZERO_FACTORS, (torch.nan, torch.inf), range(3)):
+        operands = [torch.randn(shape).to(dtype) for shape in SHAPES[name]]
+        operands[where].view(-1)[0] = bad
+        input, a, b = operands
+        with batch_invariant_mode(strict=True):
+            got = function(*operands, alpha=alpha, beta=beta)
+            changed = getattr(input.clone(), f"{name}_")(a, b, alpha=alpha, beta=beta)
+            written = function(*operands, alpha=alpha, beta=beta, out=torch.empty_like(input))
+            without = function(torch.zeros_like(input), a, b, alpha=alpha, beta=0)
+        assert same_bits(got, changed)
+        assert same_bits(got, written)
+        if beta == 0:
+            assert same_bits(got, without)
+        if alpha == 0:
+            wanted = torch.zeros_like(input) if beta == 0 else (input.float() * beta).to(dtype)
+            assert torch.equal(got.isnan(), wanted.isnan())
+            assert same_bits(got.nan_to_num(), wanted.nan_to_num())
+        if name == "addmm" and dtype is torch.float32:  # elsewhere PyTorch's answer depends on sizes and libraries
+            torch.testing.assert_close(got, function(*operands, alpha=alpha, beta=beta), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_of_factors_of_zero_are_pytorchs(name: str) -> None:
+    function = getattr(torch, name)
+    for (alpha, beta), where in itertools.product(ZERO_FACTORS, (None, 0, 1, 2)):
+        leaves = [torch.randn(shape) for shape in SHAPES[name]]
+        if where is not None:
+            leaves[where].view(-1)[0] = torch.nan
+        for leaf in leaves:
+            leaf.requires_grad_()
+        plain = function(*leaves, alpha=alpha, beta=beta)
+        with batch_invariant_mode(strict=True):
+            ours = function(*leaves, alpha=alpha, beta=beta)
+        dy = torch.randn(plain.shape)
+        for mine, theirs in zip(*(torch.autograd.grad(y, leaves, dy) for y in (ours, plain)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+    alone = torch.randn(SHAPES[name][0], requires_grad=True)
+    with batch_invariant_mode():
+        y = function(alone, *(torch.ones(shape) for shape in SHAPES[name][1:]), beta=0)
+    assert not torch.autograd.grad(y.sum(), alone)[0].any()
+
+
+def test_a_factor_that_rounds_to_zero_in_binary32_is_zero() -> None:
+    acc, x = torch.full((3,), torch.nan), torch.full((3,), torch.inf)
+    assert same_bits(affine(acc, torch.ones(3), 2.0**-150, 1.0, torch.float32), torch.ones(3))
+    assert same_bits(affine(torch.ones(3), x, 1.0, -(2.0**-150), torch.float32), torch.ones(3))
+    assert affine(acc, torch.ones(3), 2.0**-149, 1.0, torch.float32).isnan().all()
+    assert affine(torch.ones(3), x, 1.0, 2.0**-149, torch.float32).isinf().all()
+    negative = torch.full((3,), -0.0)
+    assert same_bits(affine(torch.ones(3), negative, 0.0, 1.0, torch.float32), negative)
+    assert same_bits(affine(torch.full((3,), -1.0), None, 0.0, 0.0, torch.bfloat16), torch.zeros(3).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_zero_multiplies_does_not_enter_on_a_gpu(name: str) -> None:
+    for (alpha, beta), dtype in itertools.product(ZERO_FACTORS, (torch.float32, torch.bfloat16)):
+        operands = [torch.randn(shape).to(dtype) for shape in SHAPES[name]]
+        operands[1 if alpha == 0 else 0].view(-1)[0] = torch.nan
+        with batch_invariant_mode(strict=True, contract="fma"):
+            here = getattr(torch, name)(*operands, alpha=alpha, beta=beta)
+            there = getattr(torch, name)(*(x.cuda() for x in operands), alpha=alpha, beta=beta)
+        assert not here.isnan().any()
+        assert same_bits(there.cpu(), here)
 
 
 def test_the_registered_op_keeps_pytorchs_rules() -> None:

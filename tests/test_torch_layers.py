@@ -6,6 +6,8 @@ import copy
 import io
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from frameworks import from_torch, same, same_bits, tensor
@@ -51,6 +53,116 @@ def test_from_torch_shares_the_parameters() -> None:
     assert ours.bias is theirs.bias
     assert (ours.training, ours.contract) == (False, "fma")
     assert dt.Linear.from_torch(torch.nn.Linear(8, 6, bias=False)).bias is None
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+class Inherits(torch.nn.Linear):
+    pass
+
+
+def parametrized() -> torch.nn.Linear:
+    layer = torch.nn.Linear(8, 6)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    return layer
+
+
+def hooked() -> torch.nn.Linear:
+    layer = torch.nn.Linear(8, 6)
+    layer.forward = lambda input: torch.nn.functional.linear(input * 2, layer.weight)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Conv1d(8, 6, 1), r"layer is no torch\.nn\.Linear but Conv1d; build a detkern\.torch\.Linear"),
+        (lambda: "linear", r"layer is no torch\.nn\.Linear but str"),
+        (
+            lambda: Doubled(8, 6),
+            r"layer, a Doubled, has a forward of its own, .*: call detkern\.torch\.linear\(x, layer",
+        ),
+        (hooked, r"layer, a Linear, has a forward of its own"),
+        (parametrized, r"layer\.weight is a Tensor and no plain parameter.*: detkern\.torch\.convert keeps"),
+        (lambda: torch.nn.LazyLinear(6), r"layer\.weight has no shape yet: call the LazyLinear once"),
+    ],
+    ids=["conv", "str", "subclass", "instance", "parametrized", "lazy"],
+)
+def test_from_torch_refuses_what_does_more(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(detkern.ArgumentError, match=message):
+        dt.Linear.from_torch(make())
+
+
+def test_from_torch_takes_a_subclass_that_inherits_forward() -> None:
+    theirs = Inherits(8, 6)
+    ours = dt.Linear.from_torch(theirs)
+    assert type(ours) is dt.Linear
+    assert ours.weight is theirs.weight
+    assert dt.Linear.from_torch(ours, contract="fma").weight is theirs.weight
+
+
+def traced(net: Any, x: Any, way: str) -> Any:
+    if way == "fx":
+        return torch.fx.symbolic_trace(net)
+    if way == "jit":
+        return torch.jit.trace(net, x)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(net, x), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+@pytest.mark.parametrize("way", ["fx", "jit", "saved"])
+def test_traced_models_have_the_bits_of_the_contract(way: str, device: str) -> None:
+    net = dt.convert(
+        torch.nn.Sequential(torch.nn.Linear(200, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)), contract="fma"
+    )
+    net = net.to(device)
+    made = traced(net, tensor("normal", F32, (4, 200), 2, device), way)
+    results = []
+    for model in (net, made):
+        model.zero_grad()
+        x = tensor("normal", F32, (5, 200), 1, device, True)
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad.clone() for parameter in model.parameters())])
+    assert len(results[1]) == 6
+    assert all(map(same_bits, *results))
+    assert device != "cpu" or not same_bits(results[1][0], dt.revert(net)(x))
+
+
+def test_functions_are_traced_by_fx(device: str) -> None:
+    def function(a: Any, b: Any) -> Any:
+        return dt.bmm(a, b, contract="fma") + dt.matmul(a, b, contract="fma")
+
+    a, b = tensor("normal", F32, (2, 3, 20), 1, device), tensor("normal", F32, (2, 20, 4), 2, device)
+    made = torch.fx.symbolic_trace(function)
+    assert same_bits(made(a, b), function(a, b))
+    assert [node.target for node in made.graph.nodes if node.op == "call_function"][:2] == [dt.bmm, dt.matmul]
+
+
+def test_traced_models_gather_gradients_or_say_why_not() -> None:
+    net, x = dt.convert(model(), accumulate=True)[0], tensor("normal", F32, (16, 8), 1)
+    dt.zero_main_grads(net)
+    torch.fx.symbolic_trace(net)(x).sum().backward()
+    assert net.weight.main_grad.any()
+    assert net.weight.grad is None
+    with pytest.raises(detkern.ArgumentError, match=r"inside of torch\.jit\.trace: .* without accumulate"):
+        torch.jit.trace(net, x)
+
+
+def test_a_model_cannot_be_scripted_and_the_error_says_what_works() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU())
+    dt.convert(net)
+    with pytest.raises(
+        detkern.ArgumentError, match=r"torch\.jit\.script compiles .*: use torch\.jit\.trace, .*revert\(model\)"
+    ):
+        torch.jit.script(net)
+    x = tensor("normal", F32, (5, 8), 1)
+    assert same_bits(torch.jit.script(dt.revert(net))(x), net(x))
 
 
 def test_state_dicts_interchange_both_ways() -> None:
@@ -142,10 +254,8 @@ def test_convert_of_odd_modules() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
 
-    assert type(dt.convert(Mine(8, 6))) is Mine
-    attention = torch.nn.MultiheadAttention(8, 2)
-    dt.convert(attention)
-    assert not any(isinstance(layer, dt.Linear) for layer in attention.modules())
+    with pytest.warns(UserWarning, match="the module itself: Mine has a forward of its own"):
+        assert type(dt.convert(Mine(8, 6))) is Mine
 
 
 def test_wrong_arguments_change_nothing() -> None:

@@ -317,11 +317,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "complex": lambda: torch.mm(A.to(torch.complex64), B.to(torch.complex64)),
     "float64 softmax": lambda: X.double().softmax(-1),
     "sum to float64": lambda: X.sum(-1, dtype=torch.float64),
-    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(Q, Q, Q),
+    "attention with dropout": lambda: F.scaled_dot_product_attention(Q, Q, Q, dropout_p=0.1),
+    "attention's kernel": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(Q, Q, Q),
     "conv1d": lambda: F.conv1d(Q[0], torch.randn(3, 5, 2)),
     "Conv2d": lambda: torch.nn.Conv2d(2, 3, 2)(Q),
     "LSTM": lambda: torch.nn.LSTM(8, 4)(Q[0]),
-    "MultiheadAttention's fused": lambda: torch.nn.MultiheadAttention(8, 2)(Q[0], Q[0], Q[0], need_weights=False),
+    "MultiheadAttention's dropout": lambda: torch.nn.MultiheadAttention(8, 2, 0.1)(Q[0], Q[0], Q[0], need_weights=False),
     "bilinear": lambda: F.bilinear(Q, Q, torch.randn(3, 8, 8)),
     "sparse": lambda: torch.sparse.mm(torch.eye(9).to_sparse(), A),
     "a graph's product": lambda: torch.linalg.matrix_power(A[:, :9].clone().requires_grad_(), 3),
@@ -384,7 +385,7 @@ def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: py
 
 def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """MUSA, Ascend and ROCm have products alone."""
-    monkeypatch.setattr("detkern.torch.mode._ROW_DEVICES", ())
+    monkeypatch.setattr("detkern.registry.kinds_of", lambda operation: frozenset())
     monkeypatch.setattr("detkern.torch.mode._said", set())
     weight = torch.ones(9, 1, requires_grad=True)
     calls = (

@@ -106,7 +106,7 @@ def test_a_mode_entered_in_the_compiled_function() -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_strict_raises_on_what_it_does_not_cover_and_else_it_is_said_once(fullgraph: bool) -> None:
     q = torch.randn(1, 2, 5, 8)
-    calls = [lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: q.double() @ q.double().mT]
+    calls = [lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1), lambda q: q.double() @ q.double().mT]
     if fullgraph:  # else the graph breaks, and it runs watched and covered
         calls.append(lambda q: torch.linalg.matrix_power(q[..., :5], 3))
     for call in calls:

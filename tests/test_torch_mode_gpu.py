@@ -23,10 +23,11 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_a_prompt_alone_are_its_logits_in_every_batch(name: str, dtype: str) -> None:
-    model = make_model(name, "cuda", getattr(torch, dtype), **SIZES)
+def test_logits_of_a_prompt_alone_are_its_logits_in_every_batch(name: str, dtype: str, attention: str) -> None:
+    model = make_model(name, "cuda", getattr(torch, dtype), attention, **SIZES)
     tokens = prompts(32, SIZES["vocab_size"], "cuda")
     with batch_invariant_mode(strict=True):
         alone = [logits(model, [x], [0])[0] for x in tokens[:7]]

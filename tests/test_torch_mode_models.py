@@ -8,16 +8,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.nn.functional as F
 from frameworks import same_bits
 from language_models import MODELS, logits, make_model, prompts
 
 from detkern.torch import batch_invariant_mode
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_a_prompt_alone_are_its_logits_in_every_batch(name: str, dtype: Any) -> None:
-    model = make_model(name, "cpu", dtype)
+def test_logits_of_a_prompt_alone_are_its_logits_in_every_batch(name: str, dtype: Any, attention: str) -> None:
+    model = make_model(name, "cpu", dtype, attention)
     tokens = prompts(7, 128, "cpu")
     with batch_invariant_mode(strict=True):
         alone = [logits(model, [x], [0])[0] for x in tokens]
@@ -30,6 +32,46 @@ def test_logits_of_a_prompt_alone_are_its_logits_in_every_batch(name: str, dtype
         assert same_bits(right[i], alone[i])
         assert same_bits(left[i], alone[i])
         assert same_bits(anywhere[i], by_fma[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_both_attentions_of_a_model_have_the_same_bits_and_the_same_gradients(name: str, dtype: Any) -> None:
+    """Alone, where the mask is is_causal with shared keys, and padded, where it is a tensor with repeated ones."""
+    tokens, found = prompts(4, 128, "cpu"), []
+    for attention in ("eager", "sdpa"):
+        model = make_model(name, "cpu", dtype, attention)
+        with batch_invariant_mode(strict=True):
+            rows = [logits(model, [x], [0])[0] for x in tokens] + logits(model, tokens, [0, 16, 32, 0])
+            ids = torch.stack([x[:3] for x in tokens])
+            for mask in (torch.ones(4, 3), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])):
+                labels = ids.masked_fill(mask == 0, -100)
+                model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        found.append(rows + [p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_readmes_lines_hold_for_a_model_as_it_comes(name: str) -> None:
+    """Log-probabilities of a prompt alone and in batches padded on either side, with the attention that the model chose."""
+    import detkern.torch
+
+    model = make_model(name, "cpu", torch.bfloat16, attention=None)
+    assert model.config._attn_implementation == "sdpa"
+    prompt, longer = torch.arange(3, 24), torch.arange(2, 39)
+    pad = len(longer) - len(prompt)  # a multiple of 16
+    right, left = (torch.stack([F.pad(prompt, sides), longer]) for sides in ((0, pad), (pad, 0)))
+    found = []
+    for tokens, sides in ((prompt[None], None), (right, (0, pad)), (left, (pad, 0))):
+        mask = torch.ones_like(tokens)
+        if sides is not None:
+            mask[0] = F.pad(torch.ones_like(prompt), sides)
+        with torch.no_grad(), detkern.torch.batch_invariant_mode(strict=True):
+            scores = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+            found.append(torch.log_softmax(scores[0, mask[0] == 1], -1))
+    assert same_bits(found[1], found[0])
+    assert same_bits(found[2], found[0])
 
 
 def test_a_models_gradients_do_not_depend_on_what_shares_the_batch() -> None:
@@ -46,8 +88,9 @@ def test_a_models_gradients_do_not_depend_on_what_shares_the_batch() -> None:
     assert same_bits(*found)
 
 
-def test_generation_gives_each_prompt_what_it_gives_it_alone() -> None:
-    model = make_model("qwen3", "cpu", torch.float32)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_generation_gives_each_prompt_what_it_gives_it_alone(attention: str) -> None:
+    model = make_model("qwen3", "cpu", torch.float32, attention)
     tokens = prompts(3, 128, "cpu")
     longest = max(len(x) for x in tokens)
     ids = torch.stack([torch.cat([x.new_zeros(longest - len(x)), x]) for x in tokens])

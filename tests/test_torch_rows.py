@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from frameworks import same_bits
 
 import detkern.torch
 from detkern import rows
-from detkern.errors import ArgumentError, DTypeError
+from detkern.errors import ArgumentError, DTypeError, ShapeError
 from detkern.torch import rows as torch_rows
 
 torch.manual_seed(0)
@@ -98,6 +99,59 @@ def test_hessians_and_forward_mode_of_the_gradients_agree_with_pytorch(name: str
             dy = torch.ones(tangents[0].shape)
             found.append(torch.func.jvp(lambda dy, x, f=f: torch.func.vjp(f, x)[1](dy)[0], (dy, stack), tuple(zero))[1])
         torch.testing.assert_close(*found)
+
+
+PYTORCHS = {
+    "sum": torch.sum, "mean": torch.mean, "mean_square": lambda x, *rest, **named: x.square().mean(*rest, **named),
+    "softmax": torch.softmax, "log_softmax": torch.log_softmax,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_dimensions_are_chosen_as_pytorchs_functions_choose_them(name: str) -> None:
+    function, reference = getattr(detkern.torch, name), PYTORCHS[name]
+    x = torch.randn(3, 4, 5, dtype=torch.float32).transpose(0, 1)
+    reduces = name in ("sum", "mean", "mean_square")
+    chosen: list[Any] = [0, 1, 2, -1, -2, -3]
+    chosen += [(0, 2), [1, 0], (-1, 0), (0, 1, 2), (2,), (), None] if reduces else []
+    for dim in chosen:
+        for named in ({}, {"keepdim": True}) if reduces else ({},):
+            wanted, got = reference(x, dim, **named), function(x, dim, **named)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+            assert same_bits(function(x, dim=dim, **named), got)
+            assert got.is_contiguous()
+            dy, grads = torch.randn(wanted.shape), []
+            for f in (function, reference):
+                leaf = x.clone().requires_grad_()
+                grads.append(torch.autograd.grad(f(leaf, dim, **named), leaf, dy)[0])
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+            batched = functools.partial(function, dim=dim, **named)
+            assert same_bits(torch.func.vmap(batched)(x[None])[0], got)
+    moved = getattr(rows, name)(x.movedim(0, -1))
+    assert same_bits(function(x, 0), moved if reduces else moved.movedim(-1, 0).contiguous())
+    assert same_bits(function(x), function(x, -1))  # without dim: the last
+    if reduces:
+        assert same_bits(function(x, (1, 0)), getattr(rows, name)(x.permute(2, 0, 1).reshape(5, 12)))
+        assert same_bits(function(x, 1, True), function(x, 1).unsqueeze(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x, 0), backend="eager", fullgraph=True)
+    assert same_bits(compiled(x), function(x, 0))
+    assert function(x.bfloat16(), 0, out_dtype="float32").dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_dimension_that_there_is_not_is_named(name: str) -> None:
+    function, x = getattr(detkern.torch, name), torch.randn(2, 3)
+    for dim in (2, -3):
+        with pytest.raises(ShapeError, match=rf"dim={dim}: x has shape \[2, 3\].* from -2 to 1"):
+            function(x, dim)
+    with pytest.raises(ArgumentError, match=r"dim='rows'"):
+        function(x, "rows")
+    with pytest.raises(ArgumentError, match=r"dim=\(0, -2\)"):
+        function(x, (0, -2))
+    if name in ("softmax", "log_softmax"):
+        with pytest.raises(ArgumentError, match="one dimension"):
+            function(x, None)
 
 
 def test_what_is_no_tensor_is_named() -> None:

@@ -18,14 +18,14 @@ import torch
 from .. import api
 from ..errors import ArgumentError
 from ..operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
-from ..torch import batching, eager, ops, route
+from ..torch import batching, eager, main_grads, ops, route
 
 __all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
-    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that the backward
-    adds to, instead of returning the gradient."""
+    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that a backward
+    adds to, instead of returning the gradient; detkern/torch/main_grads.py."""
 
     contract: str | None
     out_dtype: Any
@@ -107,6 +107,21 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
             "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: call "
             "linear without accumulate where create_graph=True"
         )
+    functions = ()
+    if main_grad is not None or bias_main_grad is not None:
+        functions = ctx.next_functions
+        # A compiler traces every backward as a call of torch.autograd.grad for all there is, so what is asked for shows only
+        # when its graph runs, and the ops that accumulate look then.
+        if type(dc) is torch.Tensor:
+            if main_grad is not None:
+                asked = main_grads.asked(functions, main_grad)
+                needs_weight, main_grad = needs_weight and asked is not False, None if asked is None else main_grad
+            if bias_main_grad is not None:
+                asked = main_grads.asked(functions, bias_main_grad)
+                needs_bias, bias_main_grad = (
+                    needs_bias and asked is not False,
+                    None if asked is None else bias_main_grad,
+                )
     dx = dweight = dbias = None
     with _no_autocast(dc):
         sources = {"x": x, "weight": weight, "dc": dc if dc.dtype is ctx.dtype else dc.to(ctx.dtype)}
@@ -117,12 +132,14 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
             if main_grad is None:
                 dweight = _gradient(rule, sources, settings)
             else:
-                _accumulate(main_grad, rule, sources, settings)
+                _accumulate(main_grad, functions, rule, sources, settings)
         if needs_bias:
             if bias_main_grad is None:
                 dbias = bias_gradient(dc, ctx.bias_dtype, settings.backend)
             elif route.direct(dc, bias_main_grad):
-                api.bias_gradient(dc, out=bias_main_grad, accumulate=True, backend=settings.backend)
+                out = main_grads.destination(functions, bias_main_grad)
+                if out is not None:
+                    api.bias_gradient(dc, out=out, accumulate=True, backend=settings.backend)
             else:
                 torch.ops.detkern.bias_gradient_accumulate_.default(bias_main_grad, dc, settings.backend)
     return dx, dweight, dbias
@@ -163,12 +180,16 @@ def _gradient(rule: GradientProduct, sources: dict[str, Any], settings: Settings
     return gradient if rule.shape is None else gradient.reshape(rule.shape)
 
 
-def _accumulate(out: Any, rule: GradientProduct, sources: dict[str, Any], settings: Settings) -> None:
+def _accumulate(
+    main_grad: Any, functions: Any, rule: GradientProduct, sources: dict[str, Any], settings: Settings
+) -> None:
     left, right = _laid(sources, rule.left), _laid(sources, rule.right)
-    if route.direct(left, right, out):
-        api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
+    if route.direct(left, right, main_grad):
+        out = main_grads.destination(functions, main_grad)
+        if out is not None:
+            api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
     else:
-        torch.ops.detkern.matmul_accumulate_.default(out, left, right, settings.contract, settings.backend)
+        torch.ops.detkern.matmul_accumulate_.default(main_grad, left, right, settings.contract, settings.backend)
 
 
 # Past the dispatcher.
@@ -243,8 +264,10 @@ class _TransformedMatmul(torch.autograd.Function):  # type: ignore[misc]
         return *_matmul_gradients(ctx, dc), None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, da: Any, db: Any, _: Any) -> Any:
-        a, b = ctx.saved_tensors
+        a, b = route.primals(ctx)
+        da, db = route.tangents((da, db), (ctx.dtype, ctx.dtype))
         pairs = [(da, b)] if da is not None else []
         pairs += [(a, db)] if db is not None else []
         return _sum([matmul(left, right, ctx.settings) for left, right in pairs])
@@ -273,8 +296,10 @@ class _TransformedLinear(torch.autograd.Function):  # type: ignore[misc]
         return *_linear_gradients(ctx, dc), None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, dx: Any, dweight: Any, dbias: Any, _: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = route.primals(ctx)
+        dx, dweight = route.tangents((dx, dweight), (ctx.dtype, ctx.dtype))
         pairs = [(dx, weight)] if dx is not None else []
         pairs += [(x, dweight)] if dweight is not None else []
         settings = Settings(*ctx.settings[:3])
@@ -306,8 +331,9 @@ class _TransformedBiasGradient(torch.autograd.Function):  # type: ignore[misc]
         return _spread(ctx, incoming), None, None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, ddc: Any, *_: Any) -> Any:
-        return bias_gradient(ddc, *ctx.options)
+        return bias_gradient(ddc.to(ctx.dtype), *ctx.options)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, dc: Any, out_dtype: Any, backend: str | None) -> Any:

@@ -35,15 +35,19 @@ class Comparison:
 
     largest_ulp:   over differing elements that are numbers on both sides (+0 against -0 is 0 apart, an infinity one
                    step beyond the largest finite number); None where there are none.
+    largest_error: the largest absolute difference over those that are finite on both sides; None where there are none.
     nan_against_number: differing elements of which exactly one side is NaN.
-    first:         the first differing element in row-major order.
+    nan_patterns:  differing elements that are NaN on both sides, with another sign or payload.
+    first:         the first differing element in row-major order; one of `nan_patterns` only where all are.
     """
 
     elements: int
     differing: int
-    largest_ulp: int | None
-    nan_against_number: int
-    first: Mismatch | None
+    largest_ulp: int | None = None
+    largest_error: float | None = None
+    nan_against_number: int = 0
+    nan_patterns: int = 0
+    first: Mismatch | None = None
 
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
@@ -77,8 +81,11 @@ def compare(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> Comparison:
     wrong = got_bits != want_bits
     differing = int(np.count_nonzero(wrong))
     if not differing:
-        return Comparison(got.size, 0, None, 0, None)
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), got.shape))
+        return Comparison(got.size, 0)
+    nan_patterns = wrong & np.isnan(got) & np.isnan(want)
+    same_values = int(np.count_nonzero(nan_patterns))
+    shown = wrong if same_values == differing else wrong & ~nan_patterns
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(shown)), got.shape))
     first = Mismatch(
         index, _hex(got_bits[index], dtype), _hex(want_bits[index], dtype), _text(got[index]), _text(want[index])
     )
@@ -86,10 +93,14 @@ def compare(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> Comparison:
     ours_nan, theirs_nan = np.isnan(ours), np.isnan(theirs)
     numbers = ~ours_nan & ~theirs_nan
     apart = np.abs(_steps(ours[numbers]) - _steps(theirs[numbers]))
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    error = np.abs(ours[finite].astype(np.float64) - theirs[finite].astype(np.float64))
     return Comparison(
-        got.size,
-        differing,
-        int(apart.max()) if apart.size else None,
-        int(np.count_nonzero(ours_nan != theirs_nan)),
-        first,
+        elements=got.size,
+        differing=differing,
+        largest_ulp=int(apart.max()) if apart.size else None,
+        largest_error=float(error.max()) if error.size else None,
+        nan_against_number=int(np.count_nonzero(ours_nan != theirs_nan)),
+        nan_patterns=same_values,
+        first=first,
     )

@@ -13,8 +13,9 @@ from ..errors import ArgumentError
 from ..operands import VERSION, digest, generate
 from ..registry import backend_names
 from ..tensors import Device
-from .options import contracts_option
+from .options import contracts_option, json_option
 from .options import device as parse_device
+from .output import print_json
 from .subject import Array, Subject, find, sample
 
 __all__ = ["fingerprint", "fingerprint_of"]
@@ -32,15 +33,14 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
     "--device",
     type=parse_device,
     metavar="DEVICE",
-    default="cpu",
-    show_default=True,
-    help="Where the products are computed.",
+    help="Where the products are computed. Default: cpu; with --backend, the first device on which that runs.",
 )
 @click.option(
     "--backend", metavar="NAME", help=f"By this backend: {', '.join(backend_names())}; else dispatch's first."
 )
 @contracts_option()
-def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...]) -> None:
+@json_option
+def fingerprint(device: Device | None, backend: str | None, contracts: tuple[str, ...], as_json: bool) -> None:
     """Print a SHA-256 for each contract and type over results on fixed operands.
 
     Two machines, or a CPU and a GPU, that print the same line compute the same bits. The operands come from detkern's own
@@ -55,17 +55,24 @@ def fingerprint(device: Device, backend: str | None, contracts: tuple[str, ...])
     \b
     Exit codes: 0 printed, 2 nothing to print.
     """
-    subjects = find((backend,) if backend else (), (device,), contracts)
+    wanted = () if device is None and backend else (device or Device("cpu"),)
+    subjects = find((backend,) if backend else (), wanted, contracts)
+    subjects = [subject for subject in subjects if subject.device == subjects[0].device]
     if not all(subject.follows for subject in subjects):
         raise ArgumentError(f"--backend {backend} follows no contract, so it has no fingerprint")
-    click.echo(
-        f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results"
-    )
-    seen = set()
+    if not as_json:
+        click.echo(
+            f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results"
+        )
+    digests = {}
     for subject in subjects:
-        if (subject.contract, subject.dtype) not in seen:
-            seen.add((subject.contract, subject.dtype))
-            click.echo(f"{subject.contract.name:<12} {subject.dtype.short:<4} {fingerprint_of(subject)}")
+        if (subject.contract, subject.dtype) not in digests:
+            found = digests[subject.contract, subject.dtype] = fingerprint_of(subject)
+            if not as_json:
+                click.echo(f"{subject.contract.name:<12} {subject.dtype.short:<4} {found}")
+    if as_json:
+        results = [{"contract": c.name, "dtype": d.name, "sha256": found} for (c, d), found in digests.items()]
+        print_json({"fingerprint": FINGERPRINT_VERSION, "operands": VERSION, "results": results})
 
 
 def fingerprint_of(subject: Subject) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -28,7 +27,8 @@ from ..operands import VERSION
 from ..operations.table import OPERATIONS
 from ..tensors import Device
 from .devices import devices, no_device
-from .output import terminal
+from .options import json_option
+from .output import print_json, terminal
 
 __all__ = ["info"]
 
@@ -43,7 +43,7 @@ _VARIABLES = {
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@json_option
 def info(as_json: bool) -> None:
     """Backends, devices, versions, why each unavailable backend is, and the defaults in force.
 
@@ -54,7 +54,7 @@ def info(as_json: bool) -> None:
     """
     facts = gather()
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         _print(terminal(), facts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from .. import __version__, config
 from ..errors import DetkernError
+from .output import reader_may_leave
 
 __all__ = ["main"]
 
@@ -39,15 +39,22 @@ class _Group(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
 
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        with reader_may_leave():  # click prints its errors here
+            return super().main(*arguments, **options)
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with reader_may_leave():  # --help and --version print here
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            config.check_environment()
-            return super().invoke(ctx)
+            with reader_may_leave():
+                config.check_environment()
+                return super().invoke(ctx)
         except DetkernError as error:
             raise _Refusal(str(error)) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of a pipe left: click ends quietly
-                raise
             raise _Refusal(f"{error.filename or 'file'}: {error.strerror or error}") from None
 
 
@@ -63,5 +70,7 @@ def main() -> None:
     """Deterministic, batch-invariant matrix products with a written contract for every bit.
 
     Exit codes of every command: 0 all is well, 1 something differs or failed, 2 the command could not do what was asked
-    (wrong usage, an unreadable file, a backend or contract that is not there).
+    (wrong usage, an unreadable file, a backend or contract that is not there), 141 the reader of a pipe left early.
+
+    `--json` prints one JSON value on standard output and nothing else there, in every command that has it.
     """

@@ -14,7 +14,7 @@ from ..errors import DetkernError
 from ..tensors import Device
 from .files import Location, parse_location
 
-__all__ = ["CONTRACT", "NAMES", "array_file", "contracts_option", "device", "element_type"]
+__all__ = ["CONTRACT", "NAMES", "array_file", "contracts_option", "device", "element_type", "json_option"]
 
 NAMES = ", ".join(CONTRACTS)
 CONTRACT = click.Choice(list(CONTRACTS))
@@ -24,6 +24,9 @@ def contracts_option(default: str = "") -> Callable[[Any], Any]:
     """--contract, which may be repeated, as the parameter `contracts`. default: a sentence on what none means."""
     text = f"Only this one, may be repeated: {NAMES}.{default and ' ' + default}"
     return click.option("--contract", "contracts", multiple=True, type=CONTRACT, metavar="NAME", help=text)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead, and nothing else.")
 
 
 def element_type(text: str) -> DType:

@@ -1,15 +1,27 @@
-"""Where the commands print, and files that they write."""
+"""Where the commands print, files that they write, and pipes whose reader leaves."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import click
 from rich.console import Console
 
-__all__ = ["is_stdout", "terminal", "write"]
+__all__ = ["print_json", "reader_may_leave", "terminal", "write"]
+
+_SIGPIPE = 128 + 13  # what a shell says of a program that SIGPIPE ended
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave the error to `reader_may_leave`; rich would end with status 1, which here says that something differs."""
+        raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
 
 
 def terminal() -> Console:
@@ -17,12 +29,26 @@ def terminal() -> Console:
     if sys.stdout is None:  # closed by whoever started this process, who wants the exit code alone
         return Console(file=io.StringIO())
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else 100, highlight=False)
+    return _Console(width=None if known else 100, highlight=False)
 
 
-def is_stdout(file: Any) -> bool:
-    """Whether a `click.File` was given as "-"."""
-    return file is not None and getattr(file, "name", "") in ("-", "<stdout>")
+def print_json(record: Any) -> None:
+    """What `--json` of every command prints: one JSON value on standard output."""
+    click.echo(json.dumps(record, indent=2))
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End quietly with status 141 where the reader of a pipe leaves (`detkern info | head -1`)."""
+    try:
+        yield
+    except BrokenPipeError:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # what is left in it would fail once more when Python ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(_SIGPIPE) from None
 
 
 def write(file: Any, text: str) -> None:

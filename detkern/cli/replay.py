@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -14,21 +13,72 @@ import numpy.typing as npt
 import detkern
 
 from ..api import block_scaled_gemm
-from ..contracts import FP8_BLOCK128
+from ..contracts import CONTRACTS, FP8_BLOCK128
 from ..dtypes import BF16, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DTypeError
-from .compare import Comparison, compare
+from .compare import Comparison, bits, compare
 from .files import Location, load
-from .options import CONTRACT, NAMES, array_file, element_type
-from .output import is_stdout, write
+from .options import NAMES, array_file, element_type, json_option
+from .output import print_json
 
 __all__ = ["replay"]
+
+Array = npt.NDArray[Any]
+ANY = "any"
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What the files hold, and how it was multiplied. `bias`, `initial` and the scales are None where there are none."""
+
+    a: Array
+    b: Array
+    trans_a: bool
+    trans_b: bool
+    bias: Array | None
+    initial: Array | None
+    scale_a: Array | None
+    scale_b: Array | None
+
+    def contracts(self) -> list[str]:
+        """Those that take the type of A. Raises DTypeError where none does."""
+        taken = [contract.name for contract in CONTRACTS.values() if from_numpy(self.a.dtype) in contract.operands]
+        if not taken:
+            raise DTypeError(f"--contract any: no contract takes {self.a.dtype}")
+        return taken
+
+    def compute(self, contract: str, out_dtype: DType) -> Array:
+        """The result by one contract, on the CPU. An initial array is not changed."""
+        out = None if self.initial is None else self.initial.copy()
+        arguments: dict[str, Any] = {
+            "out": out, "out_dtype": None if out is not None else out_dtype.name, "accumulate": out is not None,
+            "backend": "cpu",
+        }  # fmt: skip
+        if contract != FP8_BLOCK128.name:
+            if self.scale_a is not None or self.scale_b is not None:
+                raise ArgumentError(f"--scale-a and --scale-b belong to fp8-block128, not to {contract}")
+            arguments |= {"trans_a": self.trans_a, "trans_b": self.trans_b, "bias": self.bias, "contract": contract}
+            return np.asarray(detkern.gemm(self.a, self.b, **arguments))
+        if self.scale_a is None or self.scale_b is None:
+            raise ArgumentError("fp8-block128 needs the scales too: --scale-a FILE and --scale-b FILE")
+        if self.bias is not None:
+            raise ArgumentError("fp8-block128 takes no --bias")
+        a, b = self.a.T if self.trans_a else self.a, self.b.T if self.trans_b else self.b
+        return np.asarray(block_scaled_gemm(a, self.scale_a, b, self.scale_b, **arguments))
 
 
 @click.command()
 @click.argument("a", type=array_file)
 @click.argument("b", type=array_file)
-@click.option("--contract", type=CONTRACT, metavar="NAME", required=True, help=f"What C was computed with: {NAMES}.")
+@click.option(
+    "--contract",
+    "names",
+    type=click.Choice([*CONTRACTS, ANY]),
+    metavar="NAME",
+    multiple=True,
+    required=True,
+    help=f"What C was computed with: {NAMES}; any tries all that take the type of A. May be repeated.",
+)
 @click.option("--expect", "c", type=array_file, required=True, metavar="C", help="The result to check.")
 @click.option("--trans-a", is_flag=True, help="A is stored as [.., K, M].")
 @click.option("--trans-b", is_flag=True, help="B is stored as [.., N, K], as the weight of a linear layer is.")
@@ -51,13 +101,11 @@ __all__ = ["replay"]
     help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy saves "
     "bfloat16 as raw bytes.",
 )
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the outcome there (- : here)."
-)
+@json_option
 def replay(
     a: Location,
     b: Location,
-    contract: str,
+    names: tuple[str, ...],
     c: Location,
     trans_a: bool,
     trans_b: bool,
@@ -67,101 +115,143 @@ def replay(
     scale_b: Location | None,
     out_dtype: DType | None,
     dtype: DType | None,
-    json_file: Any,
+    as_json: bool,
 ) -> None:
     """Recompute A @ B on the CPU and compare it with C, bit for bit.
 
     The files are .npy, .npz and .safetensors; FILE:KEY names one array of several. Stacks of matrices broadcast as in
-    numpy.matmul.
+    numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether float32
+    results would tell them apart.
 
     \b
     Examples:
       detkern replay x.npy w.npy --contract mma16 --expect y.npy
       detkern replay run.npz:x model.safetensors:fc.weight --trans-b --bias model.safetensors:fc.bias \\
           --contract mma16 --expect run.npz:y
+      detkern replay x.npy w.npy --contract any --expect y.npy
       detkern replay x.npy w.npy --dtype bf16 --contract tree --expect y.npy    (bf16 saved by NumPy as raw bytes)
 
     \b
-    Exit codes: 0 equal, 1 different, 2 the comparison could not be made.
+    Exit codes: 0 equal, by at least one of several contracts, 1 different, 2 the comparison could not be made.
     """
     left, right = load(a, dtype), load(b, dtype)
     expected = _expected(c, out_dtype, dtype)
     wanted = from_numpy(expected.dtype)
     if wanted not in (F32, F16, BF16):
         raise DTypeError(f"--expect {c}: holds {expected.dtype}; results are float32, float16 or bfloat16")
-    start = None if initial is None else load(initial)
-    if start is not None:
-        start = _start(start, initial, expected)
-    if contract == FP8_BLOCK128.name:
-        if scale_a is None or scale_b is None:
-            raise ArgumentError("fp8-block128 needs the scales too: --scale-a FILE and --scale-b FILE")
-        if bias is not None:
-            raise ArgumentError("fp8-block128 takes no --bias")
-        result = block_scaled_gemm(
-            left.T if trans_a else left,
-            load(scale_a),
-            right.T if trans_b else right,
-            load(scale_b),
-            out=start,
-            out_dtype=None if start is not None else wanted.name,
-            accumulate=start is not None,
-            backend="cpu",
+    product = _Product(
+        a=left,
+        b=right,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        bias=None if bias is None else load(bias, dtype),
+        initial=None if initial is None else _start(load(initial), initial, expected),
+        scale_a=None if scale_a is None else load(scale_a),
+        scale_b=None if scale_b is None else load(scale_b),
+    )
+    contracts = list(dict.fromkeys(one for name in names for one in (product.contracts() if name == ANY else [name])))
+    outcomes = {contract: compare(product.compute(contract, wanted), expected) for contract in contracts}
+    equal = [contract for contract, outcome in outcomes.items() if not outcome.differing]
+    groups = _groups(product, equal) if len(equal) > 1 else None
+    what = f"{c}: {' x '.join(map(str, expected.shape)) or 'scalar'} {expected.dtype}"
+    if as_json:
+        print_json(
+            {
+                "expect": str(c),
+                "shape": expected.shape,
+                "dtype": str(expected.dtype),
+                "equal": bool(equal),
+                "contracts": [
+                    {"contract": name, "equal": name in equal, **asdict(outcomes[name])} for name in contracts
+                ],
+                "same_in_float32": groups,
+            }
         )
+    elif len(contracts) == 1:
+        _report(outcomes[contracts[0]], f"{what}, contract {contracts[0]}")
     else:
-        if scale_a is not None or scale_b is not None:
-            raise ArgumentError(f"--scale-a and --scale-b belong to fp8-block128, not to {contract}")
-        result = detkern.gemm(
-            left,
-            right,
-            trans_a=trans_a,
-            trans_b=trans_b,
-            bias=None if bias is None else load(bias, dtype),
-            out=start,
-            out_dtype=None if start is not None else wanted.name,
-            accumulate=start is not None,
-            contract=contract,
-            backend="cpu",
-        )
-    outcome = compare(np.asarray(result), expected)
-    _report(outcome, c, contract, expected, json_file)
-    sys.exit(1 if outcome.differing else 0)
+        for contract in contracts:
+            click.echo(_line(outcomes[contract], f"{what}, contract {contract}"))
+        if groups is not None:
+            click.echo(_tie(groups, wanted))
+    sys.exit(0 if equal else 1)
 
 
-def _expected(c: Location, out_dtype: DType | None, dtype: DType | None) -> npt.NDArray[Any]:
+def _groups(product: _Product, equal: list[str]) -> list[list[str]]:
+    """These contracts in groups of those whose float32 results of the same operands have the same bits."""
+    found: dict[bytes, list[str]] = {}
+    for contract in equal:
+        found.setdefault(bits(product.compute(contract, F32)).tobytes(), []).append(contract)
+    return list(found.values())
+
+
+def _tie(groups: list[list[str]], stored: DType) -> str:
+    """That these elements cannot tell contracts apart, and which could."""
+    said = f"{_and([name for group in groups for name in group])} give the same elements here, which cannot tell them apart"
+    left = [_and(group) for group in groups if len(group) > 1]
+    float32 = 'float32 results of the same operands (out_dtype="float32")'
+    if not left:
+        return f"{said}; {float32} can"
+    others = "larger operands, or ones whose sums cancel and are not exact, can"
+    if len(groups) > 1:
+        return f"{said}; {float32} can, but for {'; '.join(left)}: {others}"
+    return f"{said}{'' if stored == F32 else ', nor can float32 results'}; {others}"
+
+
+def _and(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _expected(c: Location, out_dtype: DType | None, dtype: DType | None) -> Array:
     expected = load(c, out_dtype or dtype)
     if out_dtype is not None and from_numpy(expected.dtype) != out_dtype:
         raise ArgumentError(f"--out-dtype {out_dtype.short}: {c} holds {expected.dtype}; leave the option out")
     return expected
 
 
-def _start(start: npt.NDArray[Any], initial: Location | None, expected: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """A copy of the start that the product may accumulate into."""
+def _start(start: Array, initial: Location, expected: Array) -> Array:
+    """The array that was accumulated into. Raises DTypeError where it or the result is not float32."""
     for name, array in (("--initial", start), ("--expect", expected)):
         if array.dtype != np.float32:
             raise DTypeError(f"{name}: holds {array.dtype}; accumulation (--initial {initial}) is in float32")
-    return np.array(start, np.float32, order="C")
+    return np.ascontiguousarray(start)
 
 
-def _report(outcome: Comparison, c: Location, contract: str, expected: npt.NDArray[Any], json_file: Any) -> None:
-    shape = " x ".join(map(str, expected.shape)) or "scalar"
-    what = f"{c}: {shape} {expected.dtype}, contract {contract}"
-    if json_file is not None:
-        record = {"expect": str(c), "contract": contract, "shape": expected.shape, "dtype": str(expected.dtype)}
-        write(json_file, json.dumps({**record, "equal": not outcome.differing, **asdict(outcome)}, indent=2) + "\n")
-        if is_stdout(json_file):
-            return
-    if not outcome.differing:
-        click.echo(f"equal: {what}: all {outcome.elements:,} elements have the same bits")
-        return
+def _share(outcome: Comparison) -> str:
     share = 100 * outcome.differing / outcome.elements
+    return f"{outcome.differing:,} of {outcome.elements:,} ({share:.3g}%)"
+
+
+def _equal(outcome: Comparison, what: str) -> str:
+    return f"equal: {what}: all {outcome.elements:,} elements have the same bits"
+
+
+def _line(outcome: Comparison, what: str) -> str:
+    """One contract of several."""
+    if not outcome.differing:
+        return _equal(outcome, what)
+    apart = [] if outcome.largest_ulp is None else [f"by up to {outcome.largest_ulp:,} ULP"]
+    apart += [] if outcome.largest_error is None else [f"{outcome.largest_error:.3g} absolute"]
+    return f"DIFFERENT: {what}: {_share(outcome)} differ{' ' if apart else ''}{', '.join(apart)}"
+
+
+def _report(outcome: Comparison, what: str) -> None:
+    """The only contract."""
+    if not outcome.differing:
+        click.echo(_equal(outcome, what))
+        return
     click.echo(f"DIFFERENT: {what}")
-    click.echo(f"  differing elements   {outcome.differing:,} of {outcome.elements:,} ({share:.3g}%)")
+    click.echo(f"  differing elements     {_share(outcome)}")
     largest = "none between numbers" if outcome.largest_ulp is None else f"{outcome.largest_ulp:,}"
-    click.echo(f"  largest ULP distance {largest}")
+    click.echo(f"  largest ULP distance   {largest}")
+    if outcome.largest_error is not None:
+        click.echo(f"  largest absolute error {outcome.largest_error:.6g}")
     if outcome.nan_against_number:
-        click.echo(f"  NaN against a number {outcome.nan_against_number:,}")
+        click.echo(f"  NaN against a number   {outcome.nan_against_number:,}")
+    if outcome.nan_patterns:
+        click.echo(f"  NaN against NaN        {outcome.nan_patterns:,} (another sign or payload)")
     if outcome.first is not None:
         first = outcome.first
-        click.echo(f"  first at             [{', '.join(map(str, first.index))}]")
-        click.echo(f"    recomputed         {first.got_bits}  {first.got}")
-        click.echo(f"    in the file        {first.want_bits}  {first.want}")
+        click.echo(f"  first at               [{', '.join(map(str, first.index))}]")
+        click.echo(f"    recomputed           {first.got_bits}  {first.got}")
+        click.echo(f"    in the file          {first.want_bits}  {first.want}")

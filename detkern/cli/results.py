@@ -53,11 +53,15 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison of a property: what was varied, and how many elements were compared and differ."""
+    """One comparison of a property: what was varied, and how many elements were compared and differ.
+
+    nan_patterns: those of `mismatches` that are NaN on both sides, with another sign or payload.
+    """
 
     label: str
     compared: int
     mismatches: int
+    nan_patterns: int = 0
 
 
 @dataclass
@@ -84,6 +88,15 @@ class Result:
         return sum(trial.mismatches for trial in self.trials)
 
     @property
+    def nan_patterns(self) -> int:
+        return sum(trial.nan_patterns for trial in self.trials)
+
+    @property
+    def only_nan_patterns(self) -> bool:
+        """Whether it failed in nothing but the sign or payload of NaNs."""
+        return self.error is None and 0 < self.mismatches == self.nan_patterns
+
+    @property
     def status(self) -> str:
         """ "passed", "FAILED", or "not offered" where the contract has no such thing."""
         if self.error is not None or self.mismatches:
@@ -98,6 +111,9 @@ class Result:
         lines = [] if self.error is None else [self.error]
         if self.mismatches and self.first is not None:
             differ = f"{self.mismatches:,} of {self.compared:,} elements differ"
+            if self.nan_patterns:
+                which = "all" if self.only_nan_patterns else f"{self.nan_patterns:,}"
+                differ += f", {which} of them NaN on both sides with another sign or payload"
             lines += [f"{differ}; the first, in '{self.first_trial}':", f"  {self.first}"]
         if not self.compared and self.error is None:
             lines.append("nothing was compared")
@@ -130,7 +146,7 @@ class Tally:
         """Compare two results. axis: which one the picture's cells run along. only: a boolean mask over that axis of the
         lines that count. opens: where along that axis a new chunk begins. draw: whether it has a row in the picture
         even where all is right."""
-        wrong, compared = self._compare(label, got, want, axis, only)
+        wrong, trial = self._compare(label, got, want, axis, only)
         lines, faults = np.moveaxis(bits(got), axis, 0), np.moveaxis(wrong, axis, 0)
         cells = []
         # One width of band for all batch sizes, so that a row keeps its place; a wider one where it would not fit.
@@ -143,11 +159,11 @@ class Tally:
             cells.append(Cell(shade, bool(faults[piece].any()), any(piece.start <= o < piece.stop for o in opens)))
         if draw or wrong.any():
             self._grid.add(label, cells)
-        self.result.trials.append(Trial(label, compared, int(np.count_nonzero(wrong))))
+        self.result.trials.append(trial)
 
     def tile(self, row: str, label: str, got: Array, want: Array) -> None:
         """Compare two results and draw them as one cell of the picture's row `row`."""
-        wrong, compared = self._compare(f"{row}, {label}", got, want, 0, None)
+        wrong, trial = self._compare(f"{row}, {label}", got, want, 0, None)
         cell = Cell(zlib.crc32(np.ascontiguousarray(bits(got)).tobytes()) % SHADES, bool(wrong.any()))
         for name, cells in self._grid.rows:
             if name == row:
@@ -155,15 +171,15 @@ class Tally:
                 break
         else:
             self._grid.add(row, [cell])
-        self.result.trials.append(Trial(f"{row}, {label}", compared, int(np.count_nonzero(wrong))))
+        self.result.trials.append(trial)
 
     @property
     def _grid(self) -> Grid:
         assert isinstance(self.result.picture, Grid)
         return self.result.picture
 
-    def _compare(self, label: str, got: Array, want: Array, axis: int, only: Array | None) -> tuple[Any, int]:
-        """A mask of the wrong elements, and how many were compared."""
+    def _compare(self, label: str, got: Array, want: Array, axis: int, only: Array | None) -> tuple[Any, Trial]:
+        """A mask of the wrong elements, and what the trial came to."""
         if got.shape == want.shape and got.dtype == want.dtype and only is not None:
             counted = np.expand_dims(only, tuple(i for i in range(got.ndim) if i != axis))
             got = np.where(counted, got, want)
@@ -171,6 +187,9 @@ class Tally:
         else:
             compared = got.size
         outcome = compare(got, want)
-        if outcome.differing and self.result.first is None:
-            self.result.first, self.result.first_trial = outcome.first, label
-        return bits(got) != bits(want), compared
+        if outcome.differing:
+            # A difference in more than the sign or payload of NaNs is shown before those.
+            more = outcome.differing > outcome.nan_patterns
+            if self.result.first is None or (more and self.result.only_nan_patterns):
+                self.result.first, self.result.first_trial = outcome.first, label
+        return bits(got) != bits(want), Trial(label, compared, outcome.differing, outcome.nan_patterns)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 import detkern
 
-from .. import registry
+from .. import registry, requirements
 from ..api import block_scaled_gemm
 from ..contracts import CONTRACTS, FP8_BLOCK128, Contract, default_contract
 from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BackendUnavailable
 from ..operands import generate
 from ..operations.table import OPERATIONS
 from ..tensors import Device
@@ -188,7 +188,8 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
     """Every backend x device x contract x type that is available and that the filters let pass, in the order of the
     tables. Empty filters let everything pass, except backends that dispatch never chooses: those must be named.
 
-    Raises ArgumentError, saying what there is, where nothing is left.
+    Raises ArgumentError, saying what there is, where nothing is left; BackendUnavailable where a named backend runs on none
+    of the devices, saying why.
     """
     for name in backends:
         if name not in registry.backend_names():
@@ -202,11 +203,15 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
             raise ArgumentError(f"--device {device}: not here{because}; there is {', '.join(map(str, present))}")
     reasons: list[str] = []
     everything = [subject for device in present for subject in _offered(device, backends, reasons)]
+    here = [device for device in present if not wanted or device in wanted]
+    for name in backends:
+        if not any(subject.backend == name and subject.device in here for subject in everything):
+            raise BackendUnavailable(f"--backend {name} cannot run {_why_not(name, here, bool(wanted))}")
     found = [
         subject
         for subject in everything
         if (not backends or subject.backend in backends)
-        and (not wanted or subject.device in wanted)
+        and subject.device in here
         and (not contracts or subject.contract.name in contracts)
     ]
     if not found:
@@ -214,6 +219,20 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
         said = f" ({'; '.join(reasons)})" if reasons else ""
         raise ArgumentError(f"nothing here matches; there is {', '.join(names) or 'no available backend'}{said}")
     return found
+
+
+def _why_not(name: str, here: list[Device], named: bool) -> str:
+    """Where and why a backend cannot run: on each of these devices that it serves; on its kinds of device where it serves
+    none of them. named: the caller named the devices."""
+    row = requirements.row(name)
+    backend = registry.load(name)
+    served = [device for device in here if device.kind in row.devices]
+    answers = [f"on {device}: {backend.unavailable(device) or 'it computes no contract there'}" for device in served]
+    if named and not served:
+        return f"on {' or '.join(map(str, here))}: it works on {' and '.join(row.devices)} devices"
+    kinds = [] if named else [kind for kind in row.devices if kind not in {device.kind for device in served}]
+    answers += [f"on {kind}: {row.not_installed() or no_device(kind)}" for kind in kinds]
+    return "; ".join(answers)
 
 
 def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list[Subject]:

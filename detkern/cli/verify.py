@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -21,8 +22,8 @@ from ..errors import DetkernError
 from ..operands import VERSION
 from ..registry import backend_names
 from ..tensors import Device
-from .options import CONTRACT, NAMES, device
-from .output import is_stdout, terminal, write
+from .options import contracts_option, device, json_option
+from .output import print_json, terminal, write
 from .page import page
 from .properties import FULL, QUICK, Effort, Property
 from .references import PROPERTIES
@@ -39,7 +40,7 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
 @click.option(
     "--backend", "backends", multiple=True, metavar="NAME", help=f"Only this one: {', '.join(backend_names())}."
 )
-@click.option("--contract", "contracts", multiple=True, type=CONTRACT, metavar="NAME", help=f"Only this one: {NAMES}.")
+@contracts_option()
 @click.option("--device", "wanted", multiple=True, type=device, metavar="DEVICE", help="Only this one: cpu, cuda:0 …")
 @click.option(
     "--property",
@@ -49,7 +50,13 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
     metavar="NAME",
     help=f"Only this one: {', '.join(p.name for p in PROPERTIES)}.",
 )
-@click.option("--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write all results there.")
+@json_option
+@click.option(
+    "--json-file",
+    type=click.File("w", lazy=False),
+    metavar="FILE",
+    help="Write what --json prints there, beside the table.",
+)
 @click.option(
     "--html", "html_file", type=click.File("w", lazy=False), metavar="FILE", help="Write a page with pictures there."
 )
@@ -59,6 +66,7 @@ def verify(
     contracts: tuple[str, ...],
     wanted: tuple[Device, ...],
     names: tuple[str, ...],
+    as_json: bool,
     json_file: Any,
     html_file: Any,
 ) -> None:
@@ -84,11 +92,14 @@ def verify(
     results = _run(subjects, properties, effort)
     seconds = time.perf_counter() - started
     failed = [result for result in results if result.status == "FAILED"]
+    record = _record(results, effort, seconds)
     if json_file is not None:
-        write(json_file, json.dumps(_record(results, effort, seconds), indent=1) + "\n")
+        write(json_file, json.dumps(record, indent=2) + "\n")
     if html_file is not None:
         write(html_file, page(results, properties, effort, seconds))
-    if not is_stdout(json_file):
+    if as_json:
+        print_json(record)
+    else:
         _print(terminal(), results, properties, seconds, effort)
     sys.exit(1 if failed else 0)
 
@@ -122,6 +133,23 @@ def _run(subjects: list[Subject], properties: list[Property], effort: Effort) ->
     return results
 
 
+def _mark(result: Result) -> Text:
+    return Text("NaN", "bold red") if result.only_nan_patterns else Text(*_MARKS[result.status])
+
+
+def _fitting(properties: list[Property], widths: dict[str, int], width: int) -> Iterator[list[Property]]:
+    """The properties in parts whose columns fit into `width`, so that a narrow terminal cuts no contract or type short."""
+    part: list[Property] = []
+    left = width
+    for item in properties:
+        if part and widths[item.name] > left:
+            yield part
+            part, left = [], width
+        part.append(item)
+        left -= widths[item.name]
+    yield part
+
+
 def _print(console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort) -> None:
     by_place: dict[str, dict[Subject, dict[str, Result]]] = {}
     for result in results:
@@ -131,15 +159,21 @@ def _print(console: Console, results: list[Result], properties: list[Property], 
         by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
     for place, rows in by_place.items():
         console.print(Text(place, "bold"))
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        table.add_column("", no_wrap=True)
-        for item in properties:
-            table.add_column(item.heading, justify="center", no_wrap=True)
-        for subject, found in rows.items():
-            cells = [Text(*_MARKS[found[item.name].status]) for item in properties]
-            table.add_row(f"{subject.contract} {subject.dtype.short}", *cells)
-        console.print(table)
-        console.print()
+        names = {subject: f"{subject.contract} {subject.dtype.short}" for subject in rows}
+        longest = max(map(len, names.values()))
+        marks = {
+            item.name: {subject: _mark(found[item.name]) for subject, found in rows.items()} for item in properties
+        }
+        widths = {p.name: max(len(p.heading), *(len(mark) for mark in marks[p.name].values())) + 1 for p in properties}
+        for part in _fitting(properties, widths, console.width - longest - 1):
+            table = Table(box=None, padding=(0, 1, 0, 0))
+            table.add_column("", no_wrap=True, min_width=longest)
+            for item in part:
+                table.add_column(item.heading, justify="center", no_wrap=True)
+            for subject, name in names.items():
+                table.add_row(name, *(marks[item.name][subject] for item in part))
+            console.print(table)
+            console.print()
     failures = [result for result in results if result.status == "FAILED"]
     for result in failures:
         console.print(Text(f"FAILED {result.subject}: {result.name}", "bold red"))
@@ -169,6 +203,7 @@ def _record(results: list[Result], effort: Effort, seconds: float) -> dict[str, 
                 "status": result.status,
                 "compared": result.compared,
                 "mismatches": result.mismatches,
+                "nan_patterns": result.nan_patterns,
                 "first": None if result.first is None else {"trial": result.first_trial, **asdict(result.first)},
                 "error": result.error,
                 "notes": result.notes,

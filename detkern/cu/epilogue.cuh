@@ -6,6 +6,15 @@
 
 #include "schedule.cuh"
 
+// Of those that are there, the bias numbered `index`; else zero, which changes no bit after the +0.
+DETKERN_INLINE float bias_at(const GemmParams& p, int64_t index, int64_t count) {
+  if (p.bias_dtype == NONE || index >= count) return 0.0f;
+  const int64_t offset = index * p.bias_stride;
+  if (p.bias_dtype == F32) return static_cast<const float*>(p.bias)[offset];
+  const uint32_t bits = static_cast<const uint16_t*>(p.bias)[offset];
+  return p.bias_dtype == F16 ? upcast<F16>(bits) : upcast<BF16>(bits);
+}
+
 class Epilogue {
  public:
   DETKERN_INLINE Epilogue(const GemmParams& p, int64_t batch) : p_(p) {
@@ -22,21 +31,11 @@ class Epilogue {
     return load_global_if(inside, reinterpret_cast<const float*>(out_) + row * p_.out_row + column * p_.out_col);
   }
 
-  // The bias of COUNT columns from `column` on; zeros where there is none, which change no bit after the +0.
+  // The bias of COUNT columns from `column` on.
   template <int COUNT>
   DETKERN_INLINE void load_bias(int64_t column, float (&bias)[COUNT]) const {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      bias[i] = 0.0f;
-      if (p_.bias_dtype == NONE || column + i >= p_.n) continue;
-      const int64_t offset = (column + i) * p_.bias_stride;
-      if (p_.bias_dtype == F32) {
-        bias[i] = static_cast<const float*>(p_.bias)[offset];
-      } else {
-        const uint32_t bits = static_cast<const uint16_t*>(p_.bias)[offset];
-        bias[i] = p_.bias_dtype == F16 ? upcast<F16>(bits) : upcast<BF16>(bits);
-      }
-    }
+    for (int i = 0; i < COUNT; ++i) bias[i] = bias_at(p_, column + i, p_.n);
   }
 
   // Finishes and writes COUNT accumulators of one row, at `column`, a multiple of COUNT, and beyond; those outside the

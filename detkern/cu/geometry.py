@@ -4,7 +4,8 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
-multiprocessor); and the operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
+multiprocessor); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
+operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
 how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
 before what these numbers predict (tuned.py).
 """
@@ -24,7 +25,8 @@ from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, output_map_shape
+from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .time_model import Coefficients, Work, coefficients_of, time_us
 from .tuned import labels
 
 __all__ = [
@@ -38,11 +40,14 @@ __all__ = [
     "fits",
     "launch_for",
     "load_paths",
+    "oriented",
     "predicted_us",
     "shared_limit",
     "source_of",
     "takes",
     "tiles_for",
+    "time_class",
+    "work",
 ]
 
 _TABLES = Path(__file__).parent / "tiles"
@@ -100,6 +105,7 @@ class Tile:
     loads:   the pairs of load paths that it is built for.
     wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it.
     fills:   whole boxes of A are copied where there are fewer rows, too: one copy a stage, which brings zeros as well.
+    times:   what time_model.py predicts by, a class each; without those of a class, wave_us and alone_us decide.
     """
 
     table: str
@@ -109,6 +115,12 @@ class Tile:
     wave_us: float
     alone_us: float
     fills: bool = False
+    times: tuple[tuple[str, Coefficients], ...] = ()
+
+    @functools.cached_property
+    def coefficients(self) -> dict[str, Coefficients]:
+        """`times` by class."""
+        return dict(self.times)
 
     @functools.cached_property
     def _values(self) -> dict[str, int]:
@@ -134,6 +146,11 @@ class Tile:
         return self._values.get("SHARES", 0)
 
     @property
+    def swapped(self) -> bool:
+        """Whether its kernel computes the transpose: the rows of a tile are columns of the output."""
+        return self._values.get("SWAPPED", 0) == 1
+
+    @property
     def by_tma(self) -> bool:
         """Whether its kernel takes the operands as tensor maps."""
         return self.table in _BY_TMA
@@ -149,6 +166,7 @@ class Tile:
             return size
         words = [f"{size}x{self['STAGES']}"]
         words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
+        words += ["swapped"] if self.swapped else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += ["filled"] if self.fills else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
@@ -202,8 +220,8 @@ def _table(name: str) -> tuple[Tile, ...]:
     for row in rows:
         operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
         loads, wave = _loads(row.pop("loads")), row.pop("wave_us")
-        alone, fills = row.pop("alone_us", wave), row.pop("fills", False)
-        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills))
+        alone, fills, times = row.pop("alone_us", wave), row.pop("fills", False), coefficients_of(row.pop("time", {}))
+        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills, times))
     return tuple(result)
 
 
@@ -229,8 +247,10 @@ def _shared_bytes(tile: Tile) -> int:
         return 2 * stages * k * (m + n) + levels + 16 * stages + 1024
     elif tile.table == "mma_wgmma":
         slab = 64 * (_slab_columns(n, 32) + 8)  # of binary32 outputs
-        if n % 64 == 0:
-            slab = -(-max(slab, 2048 * tile["OUT_BOXES"]) // 1024) * 1024
+        if tile.swapped:
+            slab = 32 * n
+        elif n % 64 == 0:
+            slab = -(-max(slab, 2048 * tile["SLAB_BOXES"]) // 1024) * 1024
         else:
             slab = max(slab, 16 * (2 * min(n, 32) + 16))
         consuming_warps = 4 * -(-m // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
@@ -264,8 +284,10 @@ def _level_bytes(tile: Tile) -> int:
 
 @functools.cache
 def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load_b: Load) -> KernelBuild:
-    """What is compiled for a tile, an operand type and two load paths."""
+    """What is compiled for a tile, an operand type and the load paths of a and b."""
     shared = _shared_bytes(tile)
+    if tile.swapped:
+        load_a, load_b = load_b, load_a
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
     if contract in (MMA16, MMA8):
         macros.append(("MMA_K", 16 if contract == MMA16 else 8))
@@ -307,8 +329,23 @@ def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _transposed(problem: GemmProblem) -> GemmProblem:
+    """out.T = b.T @ a.T, whose bits are out's."""
+
+    def turned(matrix: Matrix) -> Matrix:
+        return replace(matrix, row_stride=matrix.col_stride, col_stride=matrix.row_stride)
+
+    return replace(problem, m=problem.n, n=problem.m, a=turned(problem.b), b=turned(problem.a), out=turned(problem.out))
+
+
+def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
+    """The problem as the tile's kernel has it: a swapped tile's is the transpose, but for the bias, which goes by rows then."""
+    return _transposed(problem) if tile.swapped else problem
+
+
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
-    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too."""
+    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem: oriented."""
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     count = -(-problem.m // (2 * rows)) * 2 if tile.shares == SHARED_B else -(-problem.m // rows)
     count *= -(-problem.n // (2 * columns)) * 2 if tile.shares == SHARED_A else -(-problem.n // columns)
@@ -335,6 +372,8 @@ def launch_for(
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
     load_a, load_b = loads or load_paths(problem)
+    maps = _maps(problem, tile, load_a, load_b) if tile.by_tma else None
+    problem = oriented(problem, tile)
     if not _has_rows_to_share(problem, tile):
         raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
     cluster = _cluster(problem, tile)
@@ -352,7 +391,7 @@ def launch_for(
         threads=tile.threads,
         scratch_bytes=_scratch_bytes(tile, problem.k, grid),
         cluster=cluster,
-        maps=_maps(problem, tile, load_a, load_b) if tile.by_tma else None,
+        maps=maps,
         prefetch_bytes=_prefetch_bytes(problem, tile, grid, multiprocessors),
     )
 
@@ -363,7 +402,7 @@ def _prefetch_bytes(problem: GemmProblem, tile: Tile, grid: int, multiprocessors
     """
     if tile.table != "mma_wgmma" or problem.batch:
         return 0
-    if tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
+    if tile.swapped or tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
         return _PREFETCH_UNIT
     read = 2 * problem.k * tile["TILE_N"] * -(-_tile_count(problem, tile) // grid)
     return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
@@ -373,13 +412,19 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if tile.get("OUT_TMA", 0) and output_map_shape(problem) is None:
+    if (
+        not tile.get("STRIDED_OUT", 1)
+        and output_map_shape(problem) is None
+        and (tile.swapped or not out_pairs(problem))
+    ):
         return False
-    if not _has_rows_to_share(problem, tile):
+    if tile.by_tma and not (available() and map_shapes(problem, _along_k(loads)) is not None):
         return False
-    return not tile.by_tma or (
-        available() and _tile_count(problem, tile) <= _GRID_LIMIT and map_shapes(problem, _along_k(loads)) is not None
-    )
+    problem = oriented(problem, tile)
+    # Boxes of a swapped tile's tokens are whole.
+    if not _has_rows_to_share(problem, tile) or (tile.swapped and problem.n < tile["TILE_N"]):
+        return False
+    return not tile.by_tma or _tile_count(problem, tile) <= _GRID_LIMIT
 
 
 def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
@@ -387,16 +432,18 @@ def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
-    """The tensor maps with the tile's boxes."""
+    """The tensor maps with the tile's boxes, of the operands as the kernel has them."""
     shapes = map_shapes(problem, _along_k((load_a, load_b)))
     if shapes is None:
         raise DeviceError(f"TMA cannot describe the operands of {problem}")
-    out = output_map_shape(problem)
-    present = None if tile.fills and shapes[0].whole else problem.m
+    out = output_map_shape(problem) if tile.stores_by_tma else None
+    if tile.swapped:
+        shapes, load_a, load_b = shapes[::-1], load_b, load_a
+    present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
     return Maps(
         a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
         b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
-        out=None if out is None or not tile.stores_by_tma else replace(out, rows=16),
+        out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
     )
 
 
@@ -412,30 +459,58 @@ def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present
     return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
 
 
+@functools.lru_cache(maxsize=8)
 def _whole_lines(problem: GemmProblem) -> bool:
     """Whether the lines of both operands start at multiples of 128 bytes from one another."""
     between = ((max(abs(one.row_stride), abs(one.col_stride)), one.dtype.itemsize) for one in (problem.a, problem.b))
     return not any(stride > 1 and stride * itemsize % 128 for stride, itemsize in between)  # 1: there is one line
 
 
+# Of the problem in hand: the choice of a tile asks for every tile of the tables.
+@functools.lru_cache(maxsize=8)
+def time_class(problem: GemmProblem) -> str:
+    """The class of time_model.py that a problem is of; it is one of that module's only where no operand is gathered."""
+    return "".join(load.name[0] for load in load_paths(problem)) + ("f" if problem.out.dtype.itemsize == 4 else "")
+
+
+def work(problem: GemmProblem, tile: Tile, multiprocessors: int) -> Work:
+    """What a tile has to do, as time_model.py counts it."""
+    problem = oriented(problem, tile)
+    cluster = _cluster(problem, tile)
+    at_once = multiprocessors * tile["CTAS_PER_SM"] // cluster * cluster
+    return Work(_tile_count(problem, tile), at_once, problem.k * _broken(problem, tile), _memory_us(problem))
+
+
+@functools.lru_cache(maxsize=8)
+def _memory_us(problem: GemmProblem) -> float:
+    """Of both operands and the output, once each, from and to memory."""
+    batch = math.prod(problem.batch)
+    read = (problem.m + problem.n) * problem.k * problem.a.dtype.itemsize
+    return batch * (read + problem.m * problem.n * problem.out.dtype.itemsize) / _BYTES_PER_US
+
+
+def _broken(problem: GemmProblem, tile: Tile) -> float:
+    """How many times as long a tile takes where lines are not of whole 128 bytes."""
+    if not tile.by_tma or _whole_lines(problem):
+        return 1.0
+    return _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
+
+
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
-    """A time to compare tiles by, from the tables: full waves of CTAs, then what is left on the multiprocessors; no less
-    than the operands take from memory."""
+    """A time to compare tiles by: by time_model.py where the table has the numbers for it, else full waves of CTAs and what is
+    left on the multiprocessors; no less than the operands take from memory."""
+    if tile.times and (coefficients := tile.coefficients.get(time_class(problem))) is not None:
+        return time_us(coefficients, work(problem, tile, multiprocessors))
     at_once = tile["CTAS_PER_SM"]
-    waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
+    waves, left = divmod(_tile_count(oriented(problem, tile), tile), multiprocessors * at_once)
     time = waves * tile.wave_us
     if left:
         on_one = -(-left // multiprocessors)
         more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
         time += tile.alone_us + more
-    time *= problem.k / 4096
-    if tile.by_tma and not _whole_lines(problem):
-        time *= _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
-    batch = math.prod(problem.batch)
-    elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
-    from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US
+    time *= problem.k / 4096 * _broken(problem, tile)
     # Of tiles that all wait for memory, the one that leaves most room is taken.
-    return max(time, from_memory) + 0.05 * time
+    return max(time, _memory_us(problem)) + 0.05 * time
 
 
 def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[Load, Load]) -> list[Tile]:

@@ -19,8 +19,9 @@ from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
-from .geometry import Launch, Maps, choose
+from .geometry import Launch, Maps, choose, oriented
 from .loader import load_function
+from .tensor_map import out_pairs
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
 
@@ -54,7 +55,7 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
         0 if bias is None else bias.dtype.code,
         int(problem.accumulate),
         rank,
-        int(maps is not None and maps.out is not None),
+        _out_path(problem, maps),
         0 if maps is None else maps.whole_boxes,
         *problem.batch[inner], *padding,
         *a.batch_strides[inner], *padding,
@@ -63,10 +64,18 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
     )  # fmt: skip
 
 
+def _out_path(problem: GemmProblem, maps: Maps | None) -> int:
+    """`OutPath` of params.cuh."""
+    if maps is None:
+        return 0
+    return 1 if maps.out is not None else 2 * out_pairs(problem)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about a launch but its pointers and its stream. Kernel parameters come from `params`; `offsets` are what
-    is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes."""
+    is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes. swapped:
+    the kernel's a is the caller's b."""
 
     problem: GemmProblem
     function: int  # CUfunction
@@ -74,6 +83,7 @@ class Plan:
     params: bytes
     offsets: tuple[tuple[int, ...], ...]
     extended: ExtendedLaunch | None
+    swapped: bool
 
 
 # Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
@@ -92,9 +102,8 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
     outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
     offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
-    return Plan(
-        problem, kernel.ptr, chosen, pack_params(problem, chosen.maps, chosen.prefetch_bytes), offsets, extended
-    )
+    params = pack_params(oriented(problem, chosen.tile), chosen.maps, chosen.prefetch_bytes)
+    return Plan(problem, kernel.ptr, chosen, params, offsets, extended, chosen.tile.swapped)
 
 
 def enqueue(
@@ -107,6 +116,8 @@ def enqueue(
         scratch_pointer = scratch.pointer
         if isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
             _captured.append(scratch.array)
+    if plan.swapped:
+        a, b = b, a
     for a_offset, b_offset, out_offset in plan.offsets:
         params = _BLOCK.pack(
             a.pointer + a_offset,

@@ -11,8 +11,9 @@
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
 // + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next
-// ones COLUMN_STEP columns to their right.
-template <int ROWS, int COLUMNS, int WARP_ROWS, int COLUMN_STEP = COLUMNS>
+// ones COLUMN_STEP columns to their right. OVERLAPS: tiles lie over one another (TileWalk::output), and of each only the
+// outputs from its own place on are written.
+template <int ROWS, int COLUMNS, int WARP_ROWS, int COLUMN_STEP = COLUMNS, bool OVERLAPS = false>
 class OutputSlab {
  public:
   static constexpr int PITCH = COLUMNS + 8;     // floats; eight more keep the fragments' pairs free of bank conflicts
@@ -30,6 +31,13 @@ class OutputSlab {
     slab_ = reinterpret_cast<float*>(slabs + warp * BYTES);
     row_ = tile.row + warp % WARP_ROWS * ROWS;
     column_ = tile.column + warp / WARP_ROWS * COLUMN_STEP;
+  }
+
+  // own: where the outputs begin that are the tile's.
+  DETKERN_INLINE OutputSlab(const GemmParams& p, unsigned char* slabs, const OutputTile& tile, const OutputTile& own)
+      : OutputSlab(p, slabs, tile) {
+    own_row_ = own.row;
+    own_column_ = own.column;
   }
 
   // What the chains start from.
@@ -113,6 +121,10 @@ class OutputSlab {
     return reinterpret_cast<float2*>(slab_ + (lane_ / 4 + 8 * half) * PITCH + j * 8 + lane_ % 4 * 2);
   }
 
+  DETKERN_INLINE bool owns(int64_t row, int64_t column) const {
+    return !OVERLAPS || (row >= own_row_ && column >= own_column_);
+  }
+
   template <bool ADD_OUT>
   DETKERN_INLINE void write_by_rows(int64_t first) const {
     constexpr int LANES = COLUMNS / 4;  // for one row, four columns each
@@ -121,6 +133,7 @@ class OutputSlab {
     epilogue_.load_bias(column_ + column, bias);
 #pragma unroll 1
     for (int row = lane_ / LANES; row < 16; row += 32 / LANES) {
+      if (!owns(first + row, column_ + column)) continue;
       const float4 four = *reinterpret_cast<const float4*>(slab_ + row * PITCH + column);
       float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -136,6 +149,7 @@ class OutputSlab {
     const int row = lane_ % 16;
 #pragma unroll 1
     for (int column = lane_ / 16; column < COLUMNS; column += 2) {
+      if (!owns(first + row, column_ + column)) continue;
       float bias[1];
       epilogue_.load_bias(column_ + column, bias);
       float values[1] = {slab_[row * PITCH + column]};
@@ -148,6 +162,8 @@ class OutputSlab {
   float* slab_;
   int64_t row_;
   int64_t column_;
+  int64_t own_row_;
+  int64_t own_column_;
   int lane_;
   bool rows_contiguous_;
 };

@@ -9,6 +9,8 @@
 // Outputs. With a tensor map and only rounded, of tiles of at most 64 rows: from registers to memory, where TILE_N is a
 // multiple of 64 only of m up to 16. Others through a slab of shared memory a warp; from there by TMA, where TILE_N is
 // a multiple of 64 and they have a map.
+// Swapped. The rows are columns of the output: A is a layer's weights, B its tokens, whose number may be any multiple of 8
+// in a tile. Outputs leave a group's fragments as columns, through a slab of TILE_N rows of 64, by TMA.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
 // registers from it; any grid.x of whole clusters, best the CTAs that run at once.
 // Clusters. Of one CTA or two, as the launch says: two run on a pair of multiprocessors, where what both read comes
@@ -18,11 +20,16 @@
 // (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
 // is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of
-// 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; OUT_BOXES (boxes of 64 columns that a warp's slab holds, where
-// TILE_N is a multiple of 64); OUT_TMA (1: only outputs that TMA writes, which leaves out the code for others); BAND
-// (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; SLAB_BOXES (of 64 columns, that a warp's slab holds, where
+// TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); BAND
+// (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose,
+// STRIDED_OUT is 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
+
+#ifndef SWAPPED
+#define SWAPPED 0
+#endif
 
 constexpr int GROUP = 128;              // threads of a warp group
 constexpr int BLOCKS_M = GROUP_M / 64;  // of a consumer
@@ -42,7 +49,7 @@ using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
 constexpr int CTAS = SHARES == SHARED_NONE ? 1 : 2;  // of a cluster
 using StageRing = Ring<TileA, TileB, STAGES, CTAS>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8>;
 
 // Columns of the outputs that pass through shared memory at once: the largest divisor of TILE_N that is a multiple of 8
 // and at most `limit`.
@@ -53,28 +60,29 @@ DETKERN_INLINE constexpr int slab_columns(int limit) {
 }
 // Of 16-bit outputs. BOXED: TMA writes them, from boxes of 16 rows by 64 columns, in rows of 128 bytes swizzled as the
 // operands'.
-constexpr bool BOXED = TILE_N % ATOM == 0;
+constexpr bool BOXED = TILE_N % ATOM == 0 && !SWAPPED;
 constexpr int BOX_BYTES = 16 * ATOM_ROW_BYTES;
 constexpr int WORD_SLAB_N = TILE_N < 32 ? TILE_N : 32;
 constexpr int WORD_SLAB_PITCH = 2 * WORD_SLAB_N + 16;  // bytes; sixteen more spread most rows over the banks
-constexpr int WORD_SLAB_BYTES = BOXED ? OUT_BOXES * BOX_BYTES : 16 * WORD_SLAB_PITCH;
+constexpr int WORD_SLAB_BYTES = BOXED ? SLAB_BOXES * BOX_BYTES : 16 * WORD_SLAB_PITCH;
 constexpr int SLAB_N = slab_columns(32);  // of binary32
 constexpr int PARTS = TILE_N / SLAB_N;
-using WarpOutput = OutputSlab<16, SLAB_N, 4, 0>;
+using WarpOutput = OutputSlab<16, SLAB_N, 4, 0, true>;
 constexpr int LARGER_SLAB = WarpOutput::BYTES > WORD_SLAB_BYTES ? WarpOutput::BYTES : WORD_SLAB_BYTES;
-constexpr int SLAB_BYTES = BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
+constexpr int SWAPPED_SLAB_BYTES = TILE_N * ATOM_ROW_BYTES / 4;  // a quarter of a group's
+constexpr int SLAB_BYTES = SWAPPED ? SWAPPED_SLAB_BYTES : BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
 
 constexpr int STARTING_THREADS = (CONSUMING_WARPS + 1) * 32;
-constexpr int TURN_BARRIER = 3;  // and 4: one a consumer
+constexpr int GROUP_BARRIER = 3;  // and so on: one a consumer
 
 constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
-constexpr bool FROM_REGISTERS = TILE_M <= 64;
+constexpr bool FROM_REGISTERS = TILE_M <= 64 && !SWAPPED;
 constexpr int MOST_UNBOXED_ROWS = 16;
 // Whether a consumer works out where its next tile lies while the last products of this one are on their way. Groups
 // that take turns have time for it anyway. Tiles of few rows are mostly one a CTA; and the main loop of some of them,
 // and where TMA writes a tile in more than two parts, would lose its uniform registers.
-constexpr bool PLACED_AHEAD = !IN_TURN && TILE_M > 64 && !(BOXED && TILE_N > 2 * OUT_BOXES * ATOM);
+constexpr bool PLACED_AHEAD = !IN_TURN && TILE_M > 64 && !(BOXED && TILE_N > 2 * SLAB_BOXES * ATOM);
 
 constexpr int SLABS_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int BARRIERS_AT = SLABS_AT + CONSUMING_WARPS * SLAB_BYTES;
@@ -83,8 +91,8 @@ static_assert(TILE_M % GROUP_M == 0 || ((TILE_M == 16 || TILE_M == 32) && LOAD_A
               "whole groups or few rows");
 static_assert(TILE_M == GROUP_M || !IN_TURN, "a tile is one group's where these take turns");
 static_assert(STAGES > 2, "one is multiplied, one is left to be taken, one is left to fill");
-static_assert(!OUT_TMA || BOXED, "boxes of 64 columns");
-static_assert(!BOXED || TILE_N % (OUT_BOXES * ATOM) == 0, "all slabs are full");
+static_assert(!SWAPPED || (!STRIDED_OUT && GROUP_M == 64 && TILE_M >= 64 && !IN_TURN), "a slab a group");
+static_assert(!BOXED || TILE_N % (SLAB_BOXES * ATOM) == 0, "all slabs are full");
 static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES,
               "wgmma reads 64 rows of A");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
@@ -160,7 +168,7 @@ DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing
     ring.release(before);
     multiply<HEAD, STEPS>(acc, a, a + to_b);
   }
-  if (IN_TURN) named_barrier_arrive<2 * GROUP>(TURN_BARRIER + (group ^ 1));
+  if (IN_TURN) named_barrier_arrive<2 * GROUP>(GROUP_BARRIER + (group ^ 1));
   meanwhile();
   wgmma_wait<0>();
   ring.release(last);
@@ -180,11 +188,11 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
   const int thread = thread_index(), lane = thread % 32, row = lane % 16;
   const uint32_t target = slab + row * ATOM_ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
-  for (int first = 0; first < TILE_N / ATOM; first += OUT_BOXES) {
+  for (int first = 0; first < TILE_N / ATOM; first += SLAB_BOXES) {
     if (elected()) store_tensor_wait_read();
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < OUT_BOXES * ATOM / 8; j += 2) {
+    for (int j = 0; j < SLAB_BOXES * ATOM / 8; j += 2) {
       const int column = first * ATOM / 8 + j;
       store_matrices((target ^ j % 8 << 4) + j / 8 * BOX_BYTES, word<DTYPE>(acc, column, 0),
                      word<DTYPE>(acc, column, 1), word<DTYPE>(acc, column + 1, 0), word<DTYPE>(acc, column + 1, 1));
@@ -193,7 +201,7 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
     __syncwarp();
     if (has_rows() && elected()) {
 #pragma unroll
-      for (int box = 0; box < OUT_BOXES; ++box) {
+      for (int box = 0; box < SLAB_BOXES; ++box) {
         store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, 0, tile.batch,
                          slab + box * BOX_BYTES);
       }
@@ -236,10 +244,44 @@ DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uin
   }
 }
 
+// Writes the 16-bit outputs of a swapped tile's group by TMA, from the group's slab, whose rows are the tile's columns,
+// swizzled as boxes are. slab: this warp's quarter, which tells where the group's begins.
+template <int DTYPE>
+DETKERN_INLINE void store_columns(const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+                                  const Accumulators& acc) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  slab -= warp * SLAB_BYTES;
+  const int barrier = GROUP_BARRIER + thread / GROUP;
+  const bool issues = warp == 0 && elected();
+  if (issues) store_tensor_wait_read();
+  named_barrier<GROUP>(barrier);
+  // A lane's column of each two pieces, and the sixteen bytes of it that its eight rows are: 2 * warp or the next.
+  const int column = lane / 16 * 8 + lane % 8;
+  const uint32_t target = slab + column * ATOM_ROW_BYTES + ((2 * warp + lane / 8 % 2 ^ column % 8) << 4);
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; j += 2) {
+    const uint32_t place = target + j * 8 * ATOM_ROW_BYTES;
+    if (j + 1 < TILE_N / 8) {
+      store_matrices_transposed(place, word<DTYPE>(acc, j, 0), word<DTYPE>(acc, j, 1), word<DTYPE>(acc, j + 1, 0),
+                                word<DTYPE>(acc, j + 1, 1));
+    } else {
+      store_matrices_transposed(place, word<DTYPE>(acc, j, 0), word<DTYPE>(acc, j, 1));
+    }
+  }
+  fence_async_proxy();
+  named_barrier<GROUP>(barrier);
+  if (issues) {
+    store_tensor_box(map_out, tile.row, tile.column, 0, tile.batch, slab);
+    store_tensor_commit();
+  }
+}
+
 template <int DTYPE>
 DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                   const Accumulators& acc) {
-  if constexpr (BOXED) {
+  if constexpr (SWAPPED) {
+    store_columns<DTYPE>(map_out, tile, slab, acc);
+  } else if constexpr (BOXED) {
     store_boxes<DTYPE>(map_out, tile, slab, acc);
   } else {
     store_words<DTYPE>(p, tile, slab, acc);
@@ -256,14 +298,24 @@ DETKERN_INLINE uint32_t warp_slab(unsigned char* slabs) {
 enum class Outputs {
   ROUNDED,  // of the operands' type, only rounded, with a tensor map
   SIXTEEN,  // any other 16-bit ones with a map: a bias, or the other type
-  ANY,      // binary32, any strides, accumulated
+  PAIRS,    // binary32 in rows, new or accumulated, without a bias
+  ANY,      // any strides
 };
+
+DETKERN_INLINE constexpr bool has_map(Outputs outputs) {
+  return outputs == Outputs::ROUNDED || outputs == Outputs::SIXTEEN;
+}
 
 // Finishes and writes 64 rows of 16-bit outputs with a map, the first of which is tile.row.
 DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                    Accumulators& acc) {
   // A chain from +0 never ends at -0, so that the contract's + 0 changes nothing before the rounding.
-  if (p.bias_dtype != NONE) {
+  if (p.bias_dtype != NONE && SWAPPED) {
+    const int64_t row = tile.row + thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
+    const float bias[2] = {bias_at(p, row, p.m), bias_at(p, row + 8, p.m)};
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) registers(acc)[i] = __fadd_rn(registers(acc)[i], bias[i / 2 % 2]);
+  } else if (p.bias_dtype != NONE) {
     const Epilogue epilogue(p, tile.batch);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -283,10 +335,51 @@ DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out
   }
 }
 
-// Finishes and writes 64 rows of any outputs.
-DETKERN_INLINE void finish_any(const GemmParams& p, const OutputTile& tile, unsigned char* slabs,
+// Calls what(pair, at) for the pairs of 64 rows' binary32 outputs that are the tile's own: `pair` is the first of its two
+// registers, `at` its place in memory. The four lanes of a row have one sector of it.
+template <typename Acc, typename What>
+DETKERN_INLINE void for_each_pair(const GemmParams& p, const OutputTile& tile, const OutputTile& own, Acc& acc,
+                                  const What& what) {
+  const int thread = thread_index(), lane = thread % 32;
+  const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
+  // Of this lane's columns, from its first on.
+  const int begin = static_cast<int>(own.column - column), end = static_cast<int>(p.n - column);
+  float* line = static_cast<float*>(p.out) + batch_start(p, tile.batch) + row * p.out_row + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool has_row = has_rows() && row + 8 * half >= own.row && row + 8 * half < p.m;
+    if (has_row) {
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; ++j) {
+        if (8 * j < begin || 8 * j >= end) continue;
+        what(acc[8 * j / SLAB_N][j % (SLAB_N / 8)] + 2 * half, reinterpret_cast<float2*>(line + 8 * j));
+      }
+    }
+    line += 8 * p.out_row;
+  }
+}
+
+// Fetches the own ones of 64 rows of outputs that a product starts from.
+DETKERN_INLINE void fetch_pairs(const GemmParams& p, const OutputTile& tile, const OutputTile& own, Accumulators& acc) {
+  for_each_pair(p, tile, own, acc, [](float* pair, const float2* at) {
+    const float2 start = *at;
+    pair[0] = start.x;
+    pair[1] = start.y;
+  });
+}
+
+// Finishes and writes 64 rows of binary32 outputs, those from `own` on: an accumulated one must be written once.
+DETKERN_INLINE void finish_pairs(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
+                                 const Accumulators& acc) {
+  for_each_pair(p, tile, own, acc, [](const float* pair, float2* at) {
+    *at = make_float2(__fadd_rn(pair[0], 0.0f), __fadd_rn(pair[1], 0.0f));
+  });
+}
+
+// Finishes and writes 64 rows of any outputs, those from `own` on: an accumulated one must be written once.
+DETKERN_INLINE void finish_any(const GemmParams& p, const OutputTile& tile, const OutputTile& own, unsigned char* slabs,
                                const Accumulators& acc) {
-  WarpOutput output(p, slabs, tile);
+  WarpOutput output(p, slabs, tile, own);
   // Rolled, but for the accesses to the accumulators, which are registers.
 #pragma unroll 1
   for (int part = 0; part < PARTS; ++part) {
@@ -325,8 +418,8 @@ DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned
 template <Outputs OUTPUTS>
 DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const StageRing& ring, unsigned char* slabs,
                             int group, uint32_t blocks) {
-  constexpr bool FROM_ZERO = OUTPUTS != Outputs::ANY;  // the chains; else from what the accumulators hold
-  constexpr bool AHEAD = PLACED_AHEAD && OUTPUTS != Outputs::ANY;
+  constexpr bool FROM_ZERO = has_map(OUTPUTS);  // the chains; else from what the accumulators hold
+  constexpr bool AHEAD = PLACED_AHEAD && FROM_ZERO;
   const int row = IN_TURN ? 0 : group * GROUP_M;
   const uint32_t turn = IN_TURN ? group : 0;
   bool first = true;
@@ -358,14 +451,19 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     if constexpr (!FROM_ZERO) {
       if (p.accumulate) {
         wait_for_earlier_grid();
-        fetch_outputs(p, tile_of(0), slabs, acc);
+        if constexpr (OUTPUTS == Outputs::PAIRS) {
+#pragma unroll
+          for (int block = 0; block < BLOCKS_M; ++block) fetch_pairs(p, tile_of(block), walk.own(), acc[block]);
+        } else {
+          fetch_outputs(p, tile_of(0), slabs, acc);
+        }
       }
 #pragma unroll
       for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
     }
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
     // has taken all that come before.
-    if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(TURN_BARRIER + group);
+    if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(GROUP_BARRIER + group);
     first = false;
     wait_for_earlier_grid();  // as late as can be: what stands before it is done while that grid still ends
     multiply_tile<FROM_ZERO>(acc, ring, position, row, blocks, group, [&] {
@@ -392,28 +490,33 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
           store_rounded<OPERAND>(p, map_out, tile, warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::SIXTEEN) {
           finish_sixteen(p, map_out, tile, warp_slab(slabs), acc[block]);
+        } else if constexpr (OUTPUTS == Outputs::PAIRS) {
+          finish_pairs(p, tile, walk.own(), acc[block]);
         } else {
-          finish_any(p, tile, slabs, acc[block]);
+          finish_any(p, tile, walk.own(), slabs, acc[block]);
         }
       }
     }
     if (!AHEAD) walk.step();
   }
-  if (BOXED && elected()) store_tensor_wait_read();
+  if ((BOXED || SWAPPED) && elected()) store_tensor_wait_read();
 }
 
-// Asks the L2 cache for the first of B that this CTA will read. Its CTAs often start while the grid before still ends,
-// and memory is idle then; the cache is coherent, so whatever that grid may yet write to B is what is read afterwards.
-// The CTA of a pair that has no tile finds its column outside the output and asks for nothing.
-DETKERN_INLINE void prefetch_b(const GemmParams& p) {
-  constexpr bool ALONG_K = LOAD_B == K_MAJOR;
-  constexpr int ROWS = ALONG_K ? TILE_N : TILE_N / ATOM;  // lines at each k, the lowest k of all first
+// Asks the L2 cache for the first of a layer's weights, B or swapped A, that this CTA will read. Its CTAs often start
+// while the grid before still ends, and memory is idle then; the cache is coherent, so whatever that grid may yet write
+// to the weights is what is read afterwards.
+DETKERN_INLINE void prefetch_weights(const GemmParams& p) {
+  constexpr bool ALONG_K = (SWAPPED ? LOAD_A : LOAD_B) == K_MAJOR;
+  constexpr int EXTENT = SWAPPED ? TILE_M : TILE_N;
+  constexpr int ROWS = ALONG_K ? EXTENT : EXTENT / ATOM;  // lines at each k, the lowest k of all first
   const int count = static_cast<int>(p.prefetch_bytes) / (ROWS * ATOM_ROW_BYTES) * ROWS;
   const OutputTile tile = Walk(p).output();
-  const uint16_t* first = static_cast<const uint16_t*>(p.b) + tile.column * p.b_col;
+  const int64_t start = SWAPPED ? tile.row : tile.column, end = SWAPPED ? p.m : p.n;
+  const int64_t across = SWAPPED ? p.a_row : p.b_col, along = SWAPPED ? p.a_col : p.b_row;
+  const uint16_t* first = static_cast<const uint16_t*>(SWAPPED ? p.a : p.b) + start * across;
   for (int i = thread_index(); i < count; i += CONSUMING_WARPS * 32) {
     const int k = ALONG_K ? i / ROWS * ATOM : i / ROWS, column = ALONG_K ? i % ROWS : i % ROWS * ATOM;
-    if (k < p.k && tile.column + column < p.n) prefetch_l2(first + k * p.b_row + column * p.b_col);
+    if (k < p.k && start + column < end) prefetch_l2(first + k * along + column * across);
   }
 }
 
@@ -435,20 +538,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     ring.init(CONSUMING_WARPS / TURNS);
     start<Role::PRODUCES, STARTING_THREADS, CTAS>();
     if (elected()) {
-      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64, CTAS == 1 ? 2 : 1>(p, map_a, map_b, ring, Position(), Walk(p),
+      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>(p, map_a, map_b, ring, Position(), Walk(p),
                                                                              blocks);
     }
   } else {
     if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-    if (p.batch_rank == 0) prefetch_b(p);  // without this test the main loop would lose its uniform registers
+    if (p.batch_rank == 0) prefetch_weights(p);  // without this test the main loop would lose its uniform registers
     start<Role::CONSUMES, STARTING_THREADS, CTAS>();
-    const bool mapped = OUT_TMA || p.out_by_tma, rounded = mapped && p.out_dtype == OPERAND && p.bias_dtype == NONE;
     unsigned char* slabs = shared + SLABS_AT;
-    if (rounded) {
-      consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
-    } else if (mapped) {
-      consume<Outputs::SIXTEEN>(p, map_out, ring, slabs, warp / 4, blocks);
-    } else {
+    if (p.out_path == OUT_BOXES) {
+      if (p.out_dtype == OPERAND && p.bias_dtype == NONE) {
+        consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
+      } else {
+        consume<Outputs::SIXTEEN>(p, map_out, ring, slabs, warp / 4, blocks);
+      }
+    } else if (!SWAPPED && (!STRIDED_OUT || p.out_path == OUT_PAIRS)) {
+      consume<Outputs::PAIRS>(p, map_out, ring, slabs, warp / 4, blocks);
+    } else if (STRIDED_OUT) {
       consume<Outputs::ANY>(p, map_out, ring, slabs, warp / 4, blocks);
     }
   }

@@ -25,6 +25,13 @@ enum Load : int32_t {
 // Bits of GemmParams::whole_boxes.
 enum WholeBoxes : int32_t { WHOLE_A = 1, WHOLE_B = 2 };
 
+// How outputs go to global memory, of the kernels with tensor maps.
+enum OutPath : int32_t {
+  OUT_ANY = 0,    // any strides and alignment, element by element
+  OUT_BOXES = 1,  // a tensor map of the output is given, of 16-bit elements
+  OUT_PAIRS = 2,  // binary32, rows of pairs at multiples of 8 bytes; no bias
+};
+
 struct GemmParams {
   const void* a;
   const void* b;
@@ -41,7 +48,7 @@ struct GemmParams {
   int32_t bias_dtype;   // NONE: no bias
   int32_t accumulate;   // 1: the chain starts at out (f32); a tree's root is added to it
   int32_t batch_rank;
-  int32_t out_by_tma;   // 1: a tensor map of the output is given, of 16-bit elements
+  int32_t out_path;     // OutPath
   int32_t whole_boxes;  // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
   int64_t batch_shape[MAX_BATCH_RANK];
   int64_t a_batch[MAX_BATCH_RANK];

@@ -121,7 +121,9 @@ enum Shared : int { SHARED_NONE = 0, SHARED_A = 1, SHARED_B = 2 };
 // The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. The CTAs of a cluster
 // walk over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31
 // where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
-template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND = SHARED_NONE>
+// ROW_UNIT, COLUMN_UNIT: of which rows and columns that tiles start at are multiples: 8 where TMA copies along them or outputs are
+// stored by 16 bytes.
+template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND, int ROW_UNIT, int COLUMN_UNIT = 8>
 class TileWalk {
   static constexpr int CTAS = SHARED_OPERAND == SHARED_NONE ? 1 : 2;
   static constexpr int ROWS = SHARED_OPERAND == SHARED_B ? 2 * TILE_ROWS : TILE_ROWS;
@@ -138,7 +140,17 @@ class TileWalk {
 
   DETKERN_INLINE void step() { tile_ += gridDim.x / CTAS * turns_; }
 
+  // The tile that is computed: the CTA's, moved back to where it lies inside of the output. Copies of rows that are not
+  // there take longer than those of rows that are, and a neighbour's outputs come out as the same bits.
   DETKERN_INLINE OutputTile output() const {
+    OutputTile tile = own();
+    tile.row = min(tile.row, static_cast<int64_t>(last_start<ROW_UNIT>(p_.m, TILE_ROWS)));
+    tile.column = min(tile.column, static_cast<int64_t>(last_start<COLUMN_UNIT>(p_.n, TILE_COLUMNS)));
+    return tile;
+  }
+
+  // The CTA's own tile, which may reach beyond the output. Its outputs are those of output() from here on.
+  DETKERN_INLINE OutputTile own() const {
     const uint32_t in_one = rows() * columns();
     const uint32_t batch = p_.batch_rank == 0 ? 0 : tile_ / in_one;
     const uint32_t in_batch = tile_ - batch * in_one;
@@ -159,6 +171,12 @@ class TileWalk {
   DETKERN_INLINE uint32_t columns() const { return (static_cast<uint32_t>(p_.n) + COLUMNS - 1) / COLUMNS; }
 
  private:
+  // Where the last tile of `extent` starts that lies inside of `size`, or at 0 a larger one; at a multiple of UNIT.
+  template <int UNIT>
+  static DETKERN_INLINE int last_start(int64_t size, int extent) {
+    return max(static_cast<int>(size) - extent + UNIT - 1, 0) / UNIT * UNIT;
+  }
+
   DETKERN_INLINE uint32_t count() const {
     return rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
   }

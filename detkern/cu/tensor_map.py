@@ -14,12 +14,12 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dtypes import BF16, F16, DType
+from ..dtypes import BF16, F16, F32, DType
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 
-__all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "output_map_shape"]
+__all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
 
 BOX_WIDTH = 64
 _SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
@@ -162,3 +162,17 @@ def output_map_shape(problem: GemmProblem) -> MapShape | None:
         return None
     batch = problem.batch[0] if problem.batch else 1
     return _shape(out, batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
+
+
+def out_pairs(problem: GemmProblem) -> bool:
+    """Whether a binary32 output is written by 8 bytes, and nothing is added to it: `OUT_PAIRS` of params.cuh."""
+    out = problem.out
+    lines = (problem.n, out.row_stride, *out.batch_strides)
+    return (
+        out.dtype == F32
+        and problem.bias is None
+        and out.col_stride == 1
+        and out.alignment >= 8
+        and not any(line % 2 for line in lines)
+        and len(problem.batch) <= 1
+    )

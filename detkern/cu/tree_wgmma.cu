@@ -39,12 +39,12 @@ using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
 using StageRing = Ring<TileA, TileB, STAGES>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARED_NONE, TileA::MN_ROWS ? 8 : 1>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
 constexpr int KEPT_WORDS = WORDS * 3 / 4;  // of a waiting node, in registers
 using OtherWords = MergeLevels<OPERAND, WORDS - KEPT_WORDS, 1, CONSUMERS * GROUP>;
 constexpr int SLAB_N = 32;  // columns of a warp that pass through shared memory at once
-using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, GROUP_N>;
+using WarpOutput = OutputSlab<16, SLAB_N, CONSUMING_WARPS / GROUPS_N, GROUP_N, true>;
 
 constexpr int SIBLING_AT = STAGES * StageRing::STAGE_BYTES;
 constexpr int LEVELS_AT = SIBLING_AT + OtherWords::LEVEL_BYTES;
@@ -238,14 +238,14 @@ DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int
   return true;
 }
 
-// Writes any outputs, through the levels' memory: it is free once all consumers are here, and theirs again once all
-// have written.
-DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, unsigned char* slabs,
-                                         const uint32_t (&node)[WORDS]) {
+// Writes any outputs, those from `own` on, through the levels' memory: it is free once all consumers are here, and theirs
+// again once all have written.
+DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, const OutputTile& own,
+                                         unsigned char* slabs, const uint32_t (&node)[WORDS]) {
   named_barrier<CONSUMERS * GROUP>(1);
 #pragma unroll
   for (int part = 0; part < WORDS * 4 / SLAB_N; ++part) {
-    WarpOutput(p, slabs, tile).template store<true>([&](int, int j, int half) {
+    WarpOutput(p, slabs, tile, own).template store<true>([&](int, int j, int half) {
       const uint32_t word = node[(part * (SLAB_N / 8) + j) * 2 + half];
       return make_float2(upcast_low<OPERAND>(word), upcast_high<OPERAND>(word));
     });
@@ -299,7 +299,9 @@ DETKERN_INLINE void consume(const GemmParams& p, const StageRing& ring, unsigned
     if (half != 0) leaves.leave_tile();
 
     const OutputTile output = tiles.output();
-    if (!store_words(p, output, row, column, node)) store_through_shared(p, output, shared + SIBLING_AT, node);
+    if (!store_words(p, output, row, column, node)) {
+      store_through_shared(p, output, tiles.own(), shared + SIBLING_AT, node);
+    }
   }
 }
 

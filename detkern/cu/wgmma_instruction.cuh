@@ -1,5 +1,4 @@
-// The instruction wgmma.mma_async m64nNk16 (PTX ISA 8.x, 9.7.15.5.2) of Hopper, sm_90a, for the widths N that tiles
-// use.
+// The instruction wgmma.mma_async m64nNk16 (PTX ISA 8.x, 9.7.15.5.2) of Hopper, sm_90a, for all widths N.
 //
 // Inline assembly takes its operands one by one, so the registers of the accumulator are written out here, and nowhere
 // else: DETKERN_D_<N> are their N / 2 numbers in the text, DETKERN_OUT_<N> the operands.
@@ -88,8 +87,7 @@
 template <int WIDTH, int DTYPE, bool FROM_ZERO, int TRANSPOSED_A, int TRANSPOSED_B>
 DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   static_assert(DTYPE == F16 || DTYPE == BF16, "wgmma m64nNk16 is used for f16 and bf16");
-  constexpr int STEP = WIDTH <= 64 ? 8 : WIDTH <= 128 ? 16 : 32;
-  static_assert(WIDTH % STEP == 0 && WIDTH <= 256, "a width of wgmma that is written out here");
+  static_assert(WIDTH % 8 == 0 && WIDTH <= 256, "a width of wgmma");
   DETKERN_WIDTH(8, 4, 5, 6, 7, 8)
   DETKERN_WIDTH(16, 8, 9, 10, 11, 12)
   DETKERN_WIDTH(24, 12, 13, 14, 15, 16)
@@ -98,12 +96,28 @@ DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   DETKERN_WIDTH(48, 24, 25, 26, 27, 28)
   DETKERN_WIDTH(56, 28, 29, 30, 31, 32)
   DETKERN_WIDTH(64, 32, 33, 34, 35, 36)
+  DETKERN_WIDTH(72, 36, 37, 38, 39, 40)
   DETKERN_WIDTH(80, 40, 41, 42, 43, 44)
+  DETKERN_WIDTH(88, 44, 45, 46, 47, 48)
   DETKERN_WIDTH(96, 48, 49, 50, 51, 52)
+  DETKERN_WIDTH(104, 52, 53, 54, 55, 56)
   DETKERN_WIDTH(112, 56, 57, 58, 59, 60)
+  DETKERN_WIDTH(120, 60, 61, 62, 63, 64)
   DETKERN_WIDTH(128, 64, 65, 66, 67, 68)
+  DETKERN_WIDTH(136, 68, 69, 70, 71, 72)
+  DETKERN_WIDTH(144, 72, 73, 74, 75, 76)
+  DETKERN_WIDTH(152, 76, 77, 78, 79, 80)
   DETKERN_WIDTH(160, 80, 81, 82, 83, 84)
+  DETKERN_WIDTH(168, 84, 85, 86, 87, 88)
+  DETKERN_WIDTH(176, 88, 89, 90, 91, 92)
+  DETKERN_WIDTH(184, 92, 93, 94, 95, 96)
   DETKERN_WIDTH(192, 96, 97, 98, 99, 100)
+  DETKERN_WIDTH(200, 100, 101, 102, 103, 104)
+  DETKERN_WIDTH(208, 104, 105, 106, 107, 108)
+  DETKERN_WIDTH(216, 108, 109, 110, 111, 112)
   DETKERN_WIDTH(224, 112, 113, 114, 115, 116)
+  DETKERN_WIDTH(232, 116, 117, 118, 119, 120)
+  DETKERN_WIDTH(240, 120, 121, 122, 123, 124)
+  DETKERN_WIDTH(248, 124, 125, 126, 127, 128)
   DETKERN_WIDTH(256, 128, 129, 130, 131, 132)
 }

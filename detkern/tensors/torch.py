@@ -127,9 +127,10 @@ class _Torch(Adapter):
         return dtype
 
     def _forward_level(self) -> int:
-        """The level of forward-mode differentiation that is entered, or -1."""
+        """The level of forward-mode differentiation that is entered, or -1; -1 too where this thread records no tangents,
+        as below autograd, where nothing can be asked for one."""
         level: int = getattr(self._forward_ad, "_current_level", 0)
-        return level
+        return level if level < 0 or self._torch._C._is_fwd_grad_enabled() else -1
 
     def _device(self, array: Any, argument: str) -> Device:
         kind = self._kinds.get(array.device.type)

@@ -10,13 +10,14 @@ try:
 except ImportError as error:
     raise ImportError(f"detkern.torch needs PyTorch, as in pip install 'detkern[torch]': {error}") from error
 
-from .convert import convert, revert
+from .convert import ConversionReport, convert, revert
 from .functional import bmm, linear, matmul
 from .layers import Linear, zero_main_grads
+from .main_grads import main_grads_to_grad
 from .mode import batch_invariant_mode
 from .rows import log_softmax, mean, mean_square, softmax, sum
 
 __all__ = [
-    "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "matmul", "mean", "mean_square", "revert",
-    "softmax", "sum", "zero_main_grads",
+    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "main_grads_to_grad",
+    "matmul", "mean", "mean_square", "revert", "softmax", "sum", "zero_main_grads",
 ]  # fmt: skip

@@ -24,8 +24,8 @@ def affine(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> A
 
     Args:
         acc: [*shape], float32: products with out_dtype=float32.
-        input: broadcastable to acc's shape, of any operand type; None where beta is 0, and it must be None then.
-        alpha, beta: rounded to binary32.
+        input: broadcastable to acc's shape, of any operand type; None where beta is 0 and it needs no gradient.
+        alpha, beta: rounded to binary32. Where one is 0 then, what it multiplies is not read, whatever it holds.
         out_dtype: a torch dtype.
     """
     if input is None and alpha == 1:
@@ -49,16 +49,21 @@ def sum_to(x: Any, shape: Any) -> Any:
     if len(shape) == 1 and summed == list(range(lead)):
         return gradients.bias_gradient(x, torch.float32, None)
     kept = [i for i in range(x.dim()) if i not in summed]
-    moved = x.permute(*kept, *summed).reshape(*(x.shape[i] for i in kept), -1)
+    moved = x.permute(*kept, *summed).flatten(len(kept))
     return rows.sum(moved, out_dtype=torch.float32).reshape(shape)
 
 
 def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
     """The bits, on plain tensors."""
-    total = acc if alpha == 1 else acc * alpha
-    if input is not None:
-        # In place of the tensor that was made last, where nobody else has it.
-        total = total + input.float() if beta == 1 else _fma(input.float(), beta, total)
+    total = None if _rounds_to_zero(alpha) else acc if alpha == 1 else acc * alpha
+    if input is not None and not _rounds_to_zero(beta):
+        x = input.float()
+        if total is None:
+            total = torch.empty_like(acc).copy_(x if beta == 1 else x * beta)
+        else:
+            total = total + x if beta == 1 else _fma(x, beta, total)
+    elif total is None:
+        total = torch.zeros_like(acc)
     nan = torch.full((), 0x7FFFFFFF, dtype=torch.int32, device=acc.device).view(torch.float32)
     total = torch.where(total.isnan(), nan, total)
     if out_dtype is torch.float32:
@@ -66,6 +71,11 @@ def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -
     result = total.to(out_dtype)
     nan16 = torch.full((), 0x7FFF, dtype=torch.int16, device=acc.device).view(out_dtype)
     return torch.where(result.isnan(), nan16, result)
+
+
+def _rounds_to_zero(factor: float) -> bool:
+    """In binary32: half of its smallest number is the last that does."""
+    return abs(factor) <= 2.0**-150
 
 
 def _fma(x: Any, factor: float, addend: Any) -> Any:
@@ -118,7 +128,9 @@ class _Affine(torch.autograd.Function):  # type: ignore[misc]
         return *_gradients(ctx, dc), None, None, None
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, dacc: Any, dinput: Any, *_: Any) -> Any:
+        dacc, dinput = route.tangents((dacc, dinput), (torch.float32, ctx.dtype))
         zero = torch.zeros(ctx.full, device=(dacc if dacc is not None else dinput).device)
         return affine(dacc if dacc is not None else zero, dinput, ctx.alpha, ctx.beta, ctx.out_dtype)
 

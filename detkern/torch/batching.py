@@ -21,7 +21,10 @@ def _front(tensor: Any, dim: int | None) -> Any:
 
 
 def each(call: Callable[..., Any], size: int, dims: Sequence[int | None], *tensors: Any) -> tuple[Any, int]:
-    """A loop over the batch."""
+    """A loop over the batch. An empty one goes once over zeros, whose result has the shape of the others."""
+    if not size:
+        empty = (t if dim is None else t.sum(dim) for t, dim in zip(tensors, dims, strict=True))
+        return call(*empty).unsqueeze(0)[:0], 0
     results = [
         call(*(t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)))
         for i in range(size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import route
 from .affine import sum_to
 
 __all__ = ["NAMES", "expanded", "handler_of"]
@@ -56,7 +57,7 @@ def _needs(mode: Any, x: Any) -> bool:
 
 
 def _watched() -> bool:
-    return bool(torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return torch.compiler.is_compiling() or route.transformed()
 
 
 def handler_of(func: Any, name: str) -> Callable[..., Any]:

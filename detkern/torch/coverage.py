@@ -1,6 +1,6 @@
 """What batch_invariant_mode does with each function that PyTorch lets it see.
 
-- A *handler* computes it by detkern (products.py, einsum.py, reductions.py). One that gives NotImplemented leaves the call to
+- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, attention.py). One that gives NotImplemented leaves the call to
   PyTorch, watched.
 - *Elementwise* functions have handlers too (pointwise.py, broadcasting.py); most of their calls are PyTorch's.
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import broadcasting, pointwise, products, reductions
+from . import attention, broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
-__all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
+__all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
 
 
 def name_of(func: Any) -> str:
@@ -56,7 +56,7 @@ def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _summing() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**products.HANDLERS, **reductions.HANDLERS})
+    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
@@ -85,7 +85,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = _summing()
 ELEMENTWISE: dict[Any, Callable[..., Any]] = _elementwise()
 
 _UNCOVERED = """
-    scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
     _scaled_dot_product_attention_math _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
     flex_attention varlen_attn
@@ -169,6 +169,9 @@ _PLAIN = """
     _foreach_add_ _foreach_mul_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_lerp_ _foreach_sqrt _foreach_div_
 """
 PLAIN = (frozenset(_PLAIN.split()) | _pointwise()) - UNCOVERED
+
+# Methods in Python that call super(), which torch.compile does not trace, by their name: functions that do the same.
+TRACED = {"unflatten": torch.unflatten}
 
 
 def _no(*_: Any, **__: Any) -> bool:

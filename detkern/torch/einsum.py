@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import ops, rows
 from .products import product
-from .reductions import sum_over
 
 __all__ = ["einsum"]
 
@@ -102,7 +101,7 @@ def _summed(mode: Any, x: Any, labels: list[str], kept: Any) -> tuple[Any, list[
     dims = [i for i, label in enumerate(labels) if label not in kept]
     if not dims:
         return x, labels
-    summed = sum_over(x, dims) if mode.covers("sum", x) else x.sum(dims)
+    summed = rows.sum(x, dims) if mode.covers("sum", x) else x.sum(dims)
     return summed, [label for label in labels if label in kept]
 
 
@@ -132,9 +131,9 @@ def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: s
         right = right.reshape((*right.shape[: len(batch)], *(1,) * len(only_x), *right.shape[len(batch) :]))
         return left * right, result
     stack, n = left.shape[: len(batch)], len(contracted)
-    rows, columns = left.shape[len(batch) : left.dim() - n], right.shape[len(batch) + n :]
+    lines, columns = left.shape[len(batch) : left.dim() - n], right.shape[len(batch) + n :]
     k = functools.reduce(lambda p, q: p * q, left.shape[left.dim() - n :], 1)
-    m = functools.reduce(lambda p, q: p * q, rows, 1)
+    m = functools.reduce(lambda p, q: p * q, lines, 1)
     c = functools.reduce(lambda p, q: p * q, columns, 1)
     left, right = ops.autocast(left.reshape(*stack, m, k), right.reshape(*stack, k, c))
-    return product(mode, "bmm", left, right).reshape([*stack, *rows, *columns]), result
+    return product(mode, "bmm", left, right).reshape([*stack, *lines, *columns]), result

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import config
 from ..autograd import torch as gradients
 from ..errors import ArgumentError, DTypeError, ShapeError
-from . import eager, ops, route
+from . import eager, main_grads, ops, route
 
-__all__ = ["bmm", "linear", "matmul"]
+__all__ = ["bmm", "gathering_linear", "gathers", "linear", "matmul"]
 
 
 def matmul(
@@ -39,6 +40,8 @@ def matmul(
     Raises:
         ShapeError, DTypeError, DeviceError, ContractUnsupported, BackendUnavailable, BuildError: as `detkern.gemm`.
     """
+    if not isinstance(a, torch.Tensor) and has_torch_function((a, b)):
+        return handle_torch_function(matmul, (a, b), a, b, out_dtype=out_dtype, contract=contract, backend=backend)
     if out_dtype is not None:
         out_dtype = ops.torch_dtype(out_dtype)
     if backend is not None:
@@ -74,6 +77,8 @@ def bmm(
     Raises:
         As `matmul`; ShapeError also where an operand has not three dimensions, or B differs.
     """
+    if not isinstance(a, torch.Tensor) and has_torch_function((a, b)):
+        return handle_torch_function(bmm, (a, b), a, b, out_dtype=out_dtype, contract=contract, backend=backend)
     _need_tensors((a, "a"), (b, "b"))
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0]:
         raise ShapeError(
@@ -109,14 +114,34 @@ def linear(
     Raises:
         As `matmul`; ArgumentError, with accumulate, where a parameter that requires grad has no fitting main_grad.
     """
+    if not isinstance(x, torch.Tensor) and has_torch_function((x, weight, bias)):
+        return handle_torch_function(
+            linear, (x, weight, bias), x, weight, bias,
+            out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend,
+        )  # fmt: skip
     if out_dtype is not None:
         out_dtype = ops.torch_dtype(out_dtype)
     if backend is not None:
         _need_backend(backend)
     main_grad = bias_main_grad = None
     if accumulate:
-        main_grad = _main_grad(weight, "weight")
-        bias_main_grad = None if bias is None else _main_grad(bias, "bias")
+        main_grad = gathers(weight, "weight")
+        bias_main_grad = None if bias is None else gathers(bias, "bias")
+    return gathering_linear(x, weight, bias, main_grad, bias_main_grad, out_dtype, contract, backend)
+
+
+def gathering_linear(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    main_grad: Any,
+    bias_main_grad: Any,
+    out_dtype: Any,
+    contract: str | None,
+    backend: str | None,
+) -> Any:
+    """`linear` with checked settings, and with the tensors that gradients are added to instead of given to autograd, laid as
+    weight and bias are; None where they are given to it."""
     if torch.compiler.is_compiling():
         frozen = route.freeze(contract, x.dtype, x.device, config._stated)
         return torch.ops.detkern.linear.default(x, weight, bias, main_grad, bias_main_grad, frozen, out_dtype, backend)
@@ -142,25 +167,40 @@ def _need_backend(backend: str | None) -> None:
         )
 
 
-def _main_grad(parameter: Any, name: str) -> Any:
-    """Where the gradient of a parameter is gathered; None where none is asked for."""
-    if not parameter.requires_grad:
+def gathers(parameter: Any, name: str) -> Any:
+    """Where the gradient of a parameter is gathered; None where none will be asked for."""
+    if not parameter.requires_grad or not torch.is_grad_enabled():
         return None
-    main_grad = getattr(parameter, "main_grad", None)
+    if not parameter.is_leaf:
+        raise ArgumentError(
+            f"accumulate=True gathers the gradients of parameters, and {name} is computed from others: leave accumulate out"
+        )
+    main_grad = main_grads.check(parameter, name)
     if main_grad is None:
         raise ArgumentError(
             f"accumulate=True needs {name}.main_grad, a float32 tensor of shape {list(parameter.shape)}: set it to zeros "
             "before the first micro-batch, as detkern.torch.zero_main_grads(module) does"
         )
-    if main_grad.dtype != torch.float32:
-        raise DTypeError(f"{name}.main_grad is {main_grad.dtype}; it must be float32, the accumulator's type")
-    if main_grad.shape != parameter.shape:
-        raise ShapeError(
-            f"{name}.main_grad has shape {list(main_grad.shape)}, {name} has {list(parameter.shape)}; they must be equal"
-        )
-    if main_grad.requires_grad:
-        raise ArgumentError(f"{name}.main_grad requires grad; give {name}.main_grad.detach()")
+    if not torch.compiler.is_compiling():
+        _need_a_place_for_gradients()
     return main_grad
+
+
+def _need_a_place_for_gradients() -> None:
+    """torch.jit.trace would keep the main_grad of this moment for ever. DistributedDataParallel averages .grad, which stays
+    zero, and every process would step by its own gradients."""
+    if torch._C._get_tracing_state() is not None:
+        raise ArgumentError(
+            "accumulate=True inside of torch.jit.trace: a traced graph has no parameters to gather gradients for; trace a "
+            "copy of the model without accumulate"
+        )
+    active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None and active.require_backward_grad_sync:
+        raise ArgumentError(
+            "accumulate=True inside of DistributedDataParallel: it averages .grad, and these gradients are in main_grad. "
+            "Train the module that it wraps and reduce main_grad after the last micro-batch, as docs/pytorch.md shows, "
+            "or call it under no_sync()"
+        )
 
 
 def _need_tensors(*arguments: tuple[Any, str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,27 +15,31 @@ from ..dtypes import DTYPES
 from ..errors import ArgumentError, ContractUnsupported
 from ..operations.rows.operation import ROWS
 from . import coverage
+from .decorating import decorated
 from .watch import Watch
 
 __all__ = ["batch_invariant_mode"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 _DEVICES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
-_ROW_OPS = ("sum", "mean", "softmax", "log_softmax")
+_ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
 _said: set[tuple[str, str]] = set()
 
 
 class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
-    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block or between `enable()`
-    and `disable()`.
+    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block, of a function that it
+    decorates, or between `enable()` and `disable()`.
 
     torch.mm, addmm, bmm, baddbmm, mv, addmv, dot, and what is made of them (linear, matmul, einsum, tensordot,
-    torch.nn.MultiheadAttention, ...) follow a contract, and so do mean, sum, softmax, log_softmax and cross_entropy;
-    docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same contracts, wherever the backward
+    torch.nn.MultiheadAttention, ...) follow a contract, and so do scaled_dot_product_attention, mean, sum, softmax,
+    log_softmax and cross_entropy; docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same contracts, wherever the backward
     runs. The mode belongs to the thread that enters it and to the backward passes started there. Modes nest; the
     innermost decides for its device types.
 
@@ -44,9 +48,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             is an mm, or with bias an addmm; matmul an mm for a matrix on the right, else a bmm). It holds for the operand
             types that it takes; the others, and ops that are not named, follow the default of `detkern.torch.matmul`.
         device_types: the types of device on which the mode is at work; tensors elsewhere are PyTorch's alone.
-        strict: raise ContractUnsupported where a product that the mode does not cover (float64,
-            scaled_dot_product_attention, _scaled_mm, _grouped_mm, a convolution, ...) is about to run. Without it PyTorch
-            computes it, and a warning says so once for each op and reason.
+        strict: raise ContractUnsupported where a product that the mode does not cover (float64, attention with dropout,
+            _scaled_mm, _grouped_mm, a convolution, ...) is about to run. Without it PyTorch computes it, and a warning
+            says so once for each op and reason.
 
     Raises:
         ArgumentError: an op or a device type that there is not. ContractUnsupported: no such contract.
@@ -84,6 +88,15 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         return (
             f"batch_invariant_mode(contract={self.contracts}, device_types={self.device_types}, strict={self.strict})"
         )
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """As a decorator: the mode is on during each call of `function`, in the thread that makes it; in recursive and
+        concurrent calls too. Of a generator and of a coroutine it is on while their code runs, not while they wait.
+
+        Raises:
+            ArgumentError: a class, an async generator, or nothing that can be called.
+        """
+        return decorated(self, function)
 
     def enable(self) -> None:
         """Enter the mode until `disable()`, in this thread."""
@@ -127,6 +140,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
                 return python(*args, **kwargs)
         name = coverage.name_of(func)
         if name in coverage.PLAIN:
+            if torch.compiler.is_compiling():
+                func = coverage.TRACED.get(name, func)
             return func(*args, **kwargs)
         if name in coverage.UNCOVERED:
             self.uncovered(name, "", *args, *kwargs.values())
@@ -194,10 +209,12 @@ def _subject(name: str, why: str, what: str) -> str:
 
 
 def _refusal(name: str, why: str, what: str) -> str:
-    if "attention" in name:
-        advice = "use eager attention, as in attn_implementation='eager' or softmax(q @ k.T) @ v"
-    elif why in ("torch.float64", "torch.complex64", "torch.complex128"):
+    if why in ("torch.float64", "torch.complex64", "torch.complex128"):
         advice = "cast the operands to float32, float16 or bfloat16"
+    elif why.startswith("dropout"):
+        advice = "set dropout_p to 0"
+    elif "attention" in name:
+        advice = "use torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa') or eager attention"
     else:
         advice = "docs/batch-invariant-mode.md lists what is"
     return f"{_subject(name, why, what)}; {advice}, or strict=False lets PyTorch compute it"

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import api
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, DTypeError, ShapeError
-from . import batching
+from . import batching, main_grads, route
 
 __all__ = ["OPS", "autocast", "guarded", "library", "torch_dtype"]
 
@@ -68,11 +67,21 @@ def _bias_gradient(dc: Any, out_dtype: Any = None, backend: str | None = None) -
 
 
 def _matmul_accumulate(out: Any, a: Any, b: Any, contract: str | None = None, backend: str | None = None) -> None:
-    api.gemm(a, b, out=out, accumulate=True, contract=contract, backend=backend)
+    out = _destination(out)
+    if out is not None:
+        api.gemm(a, b, out=out, accumulate=True, contract=contract, backend=backend)
 
 
 def _bias_gradient_accumulate(out: Any, dc: Any, backend: str | None = None) -> None:
-    api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
+    out = _destination(out)
+    if out is not None:
+        api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
+
+
+def _destination(main_grad: Any) -> Any:
+    """In a backward, what it asks for is known only when it runs, not when a compiler traces it."""
+    node = torch._C._current_autograd_node()
+    return main_grad if node is None else main_grads.destination(node.next_functions, main_grad)
 
 
 def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +89,7 @@ def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def guarded(*arguments: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if route.forward_mode():
             raise ArgumentError(
                 "torch.ops.detkern has no forward-mode derivative, and torch.compile traces nothing else: call the functions "
                 "of detkern.torch, uncompiled, which have one"

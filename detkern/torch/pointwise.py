@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import route
+
 __all__ = ["HANDLERS"]
 
 
@@ -38,9 +40,10 @@ class _Sigmoid(torch.autograd.Function):  # type: ignore[misc]
         return dy * (y * (1 - y))
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, dx: Any) -> Any:
-        (y,) = ctx.saved_tensors
-        return dx * (y * (1 - y))
+        (y,) = route.primals(ctx)
+        return dx.to(y.dtype) * (y * (1 - y))
 
 
 def _sigmoid(x: Any) -> Any:
@@ -72,18 +75,24 @@ def _on_cpu(mode: Any, x: Any) -> bool:
     )
 
 
+def _rounded(run: Callable[[Any], Any], input: Any) -> Any:
+    """run(input) in float32, rounded once; of a number as of a vector of one, whose tangents stay float32."""
+    x = input.float()
+    return (run(x) if x.dim() else run(x.reshape(1)).reshape(())).to(input.dtype)
+
+
 def _unary(run: Callable[[Any], Any]) -> Callable[..., Any]:
     def handler(mode: Any, input: Any, *, out: Any = None) -> Any:
         if not _on_cpu(mode, input) or out is not None:
             return NotImplemented
-        return run(input.float()).to(input.dtype)
+        return _rounded(run, input)
 
     return handler
 
 
 def _in_place(run: Callable[[Any], Any]) -> Callable[..., Any]:
     def handler(mode: Any, input: Any) -> Any:
-        return input.copy_(run(input.float())) if _on_cpu(mode, input) else NotImplemented
+        return input.copy_(_rounded(run, input)) if _on_cpu(mode, input) else NotImplemented
 
     return handler
 
@@ -96,7 +105,7 @@ def functional_silu(mode: Any, input: Any, inplace: bool = False) -> Any:
 def gelu(mode: Any, input: Any, *, approximate: str = "none") -> Any:
     if not _on_cpu(mode, input) or approximate not in ("none", "tanh"):
         return NotImplemented
-    return (_gelu if approximate == "none" else _gelu_tanh)(input.float()).to(input.dtype)
+    return _rounded(_gelu if approximate == "none" else _gelu_tanh, input)
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

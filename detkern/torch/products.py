@@ -131,7 +131,7 @@ def _plus(op: str, mode: Any, input: Any, a: Any, b: Any, beta: Any, alpha: Any,
     # Of a 0-d tensor the number is read here; PyTorch reads it too.
     alpha, beta = (x.item() if isinstance(x, torch.Tensor) else x for x in (alpha, beta))
     dtype = a.dtype if out_dtype is None else out_dtype
-    if beta == 0:
+    if beta == 0 and not (torch.is_grad_enabled() and input.requires_grad):
         input = None
         if alpha == 1:
             return finish(product(mode, op, a, b, out_dtype), out)
@@ -184,8 +184,8 @@ def addbmm(mode: Any, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, al
         return NotImplemented
     if batch1.shape[0] != batch2.shape[0] or batch1.shape[2] != batch2.shape[1]:
         return NotImplemented
-    rows = batch1.permute(1, 0, 2).reshape(batch1.shape[1], -1)
-    return addmm(mode, input, rows, batch2.reshape(-1, batch2.shape[2]), beta=beta, alpha=alpha, out=out)
+    rows = batch1.transpose(0, 1).flatten(1)
+    return addmm(mode, input, rows, batch2.flatten(0, 1), beta=beta, alpha=alpha, out=out)
 
 
 def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,8 @@
-"""Sums, means and softmaxes as PyTorch names them, under batch_invariant_mode; handlers as in products.py.
-
-Dimensions that are not the last are moved there; several are one row, with one rounding for all of them.
-"""
+"""Sums, means and softmaxes as PyTorch names them, under batch_invariant_mode; handlers as in products.py."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +13,9 @@ from . import rows
 from .broadcasting import expanded
 from .products import finish
 
-__all__ = ["HANDLERS", "cross_entropy", "sum_over"]
+__all__ = ["HANDLERS", "cross_entropy"]
 
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-def sum_over(x: Any, dims: list[int], out_dtype: Any = None) -> Any:
-    """x summed over the dimensions, which go away."""
-    return _reduced(rows.sum, x, dims, x.dtype if out_dtype is None else out_dtype)
-
-
-def _reduced(run: Callable[..., Any], x: Any, dims: list[int], out_dtype: Any) -> Any:
-    summed = sorted(d % x.dim() for d in dims)
-    last = list(range(x.dim() - len(summed), x.dim()))
-    moved = x if summed == last else x.movedim(summed, last)
-    return run(moved if len(summed) == 1 else moved.flatten(x.dim() - len(summed)), out_dtype=out_dtype)
 
 
 def _chosen(x: Any, dim: Any) -> list[int] | None:
@@ -99,10 +85,8 @@ def _reduction(op: str) -> Callable[..., Any]:
             return NotImplemented
         if not dims:  # of no dimensions: one number, which is its own sum
             return finish((x + 0).to(result_dtype), out)
-        result = _reduced(rows.mean if op == "mean" else rows.sum, x, dims, result_dtype)
-        if keepdim:
-            result = result.reshape([1 if d in dims else n for d, n in enumerate(x.shape)])
-        return finish(result, out)
+        run = rows.mean if op == "mean" else rows.sum
+        return finish(run(x, dims, keepdim, out_dtype=result_dtype), out)
 
     return handler
 
@@ -122,10 +106,7 @@ def _softmax(op: str) -> Callable[..., Any]:
             return NotImplemented
         if x.dim() == 0:
             return finish(run(x.reshape(1), out_dtype=result_dtype).reshape(()), out)
-        if dim % x.dim() == x.dim() - 1:
-            return finish(run(x, out_dtype=result_dtype), out)
-        # Contiguous, as PyTorch's is.
-        return finish(run(x.movedim(dim, -1), out_dtype=result_dtype).movedim(-1, dim).contiguous(), out)
+        return finish(run(x, dim, out_dtype=result_dtype), out)
 
     return handler
 
@@ -170,30 +151,37 @@ def cross_entropy(
         return NotImplemented
     if reduction not in ("none", "mean", "sum"):
         return NotImplemented
-    where = 0 if input.dim() == 1 else 1
     if not mode.covers("log_softmax", input):
         return NotImplemented
-    logp = log_softmax(mode, input, where)
-    classes = input.shape[where]
+    if input.dim() == 1:  # a batch of one
+        target = target if target.dim() == 1 and not target.is_floating_point() else target[None]
+        loss = cross_entropy(mode, input[None], target, weight, None, ignore_index, None, reduction, label_smoothing)
+        return loss if loss is NotImplemented or reduction != "none" else loss[0]
+    logp = log_softmax(mode, input, 1)
+    classes = input.shape[1]
+    # Without classes every sum is 0, and PyTorch's mean and smoothing are 0 / 0.
+    share = label_smoothing / classes if classes else math.inf
     if target.is_floating_point():
         if target.shape != input.shape:
             return NotImplemented
-        target = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+        target = target * (1 - label_smoothing) + share if label_smoothing else target
         terms = logp * target
-        losses = -sum_over(terms if weight is None else terms * _along(weight, input, where), [where])
+        losses = -rows.sum(terms if weight is None else terms * _along(weight, input), 1)
+        if not classes and reduction == "mean":
+            losses = losses + math.nan
         return losses if reduction == "none" else _total(losses, reduction, None)
     losses = torch.nn.functional.nll_loss(logp, target, weight, ignore_index=ignore_index, reduction="none")
     counted = (target != ignore_index).to(losses.dtype)
     weights = counted if weight is None else counted * weight[target.clamp(min=0) * (target != ignore_index)]
     if label_smoothing:
-        smooth = -sum_over(logp if weight is None else logp * _along(weight, input, where), [where])
+        smooth = -rows.sum(logp if weight is None else logp * _along(weight, input), 1)
         smooth = smooth.masked_fill(target == ignore_index, 0.0)  # not times 0: an ignored row may hold NaN
-        losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / classes)
+        losses = losses * (1 - label_smoothing) + smooth * share
     return losses if reduction == "none" else _total(losses, reduction, weights)
 
 
-def _along(weight: Any, input: Any, where: int) -> Any:
-    return weight.reshape(*(1,) * where, -1, *(1,) * (input.dim() - where - 1))
+def _along(weight: Any, input: Any) -> Any:
+    return weight.reshape(1, -1, *(1,) * (input.dim() - 2))
 
 
 def _total(losses: Any, reduction: str, weights: Any) -> Any:
@@ -218,9 +206,10 @@ def rms_norm(mode: Any, input: Any, normalized_shape: Any, weight: Any = None, e
     if lead < 0 or not shape or tuple(input.shape[lead:]) != shape or (weight is not None and weight.shape != shape):
         return NotImplemented
     x = input.float()
-    square = rows.mean_square(x.reshape(*x.shape[:lead], -1))
+    # With its dimensions, one of them at least: PyTorch's own tangent of a 0-d tensor plus a number is float64.
+    square = rows.mean_square(x.flatten(lead)).reshape(*x.shape[:lead], *(1,) * len(shape))
     factor = torch.rsqrt(square + (torch.finfo(torch.float32).eps if eps is None else eps))
-    normed = (x * expanded(factor.reshape(*x.shape[:lead], *(1,) * len(shape)), x.shape)).to(input.dtype)
+    normed = (x * expanded(factor, x.shape)).to(input.dtype)
     return normed if weight is None else normed * expanded(weight, normed.shape)
 
 

@@ -7,6 +7,8 @@ registered ops of ops.py, which give the same bits.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +21,18 @@ from ..contracts import get_contract
 from ..dtypes import DTYPES, DType
 from ..tensors import Device
 
-__all__ = ["TYPES", "direct", "freeze", "place", "recorded", "transformed"]
+__all__ = [
+    "TYPES",
+    "direct",
+    "forward_mode",
+    "forward_rule",
+    "freeze",
+    "place",
+    "primals",
+    "recorded",
+    "tangents",
+    "transformed",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
@@ -36,15 +49,48 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        or (forward_ad._current_level >= 0 and forward_mode())
         or first.is_meta
     )
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode differentiation is at work: a level is entered (one number for all threads), and this thread
+    records tangents, which it does not below autograd (see watch.py)."""
+    return bool(forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled())
+
+
+def forward_rule(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """The jvp of an autograd.Function, with tangents recorded: PyTorch calls it with recording off, for the transforms
+    around the one that asks too, whose derivatives of the tangent would be zero in silence. Its saved tensors are
+    to be taken by `primals`."""
+
+    @functools.wraps(jvp)
+    def rule(ctx: Any, *tangents: Any) -> Any:
+        before = torch._C._is_fwd_grad_enabled()
+        torch._C._set_fwd_grad_enabled(True)
+        try:
+            return jvp(ctx, *tangents)
+        finally:
+            torch._C._set_fwd_grad_enabled(before)
+
+    return rule
+
+
+def primals(ctx: Any) -> list[Any]:
+    """What a Function saved, without tangents at the level that asks for one."""
+    return [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+
+
+def tangents(given: Iterable[Any], dtypes: Iterable[Any]) -> list[Any]:
+    """Tangents, None among them too, of their operands' types: PyTorch's own of a 0-d tensor plus a number is float64."""
+    return [t if t is None else t.to(dtype) for t, dtype in zip(given, dtypes, strict=False)]
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func is at work, or forward-mode differentiation: both are served by
     autograd.Function, not by ops."""
-    active: bool = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    active: bool = torch._C._are_functorch_transforms_active() or forward_mode()
     return active
 
 

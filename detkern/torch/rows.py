@@ -1,4 +1,4 @@
-"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax` over the last dimension.
+"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax` over the last dimension or others.
 
 The arithmetic is that of `detkern.rows`, forward and backward. As with products there is a registered op for compilers,
 tracers and modes, and an autograd.Function for plain tensors and for torch.func; both have the same backward, which is
@@ -7,57 +7,141 @@ made of differentiable operations again.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import rows
-from ..errors import DTypeError, ShapeError
+from ..errors import ArgumentError, DTypeError, ShapeError
 from . import ops, route
 
 __all__ = ["OPS", "log_softmax", "mean", "mean_square", "softmax", "sum"]
 
 
-def sum(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
+Dim = int | Sequence[int] | None
+
+
+def sum(
+    x: torch.Tensor,
+    dim: Dim = -1,
+    keepdim: bool = False,
+    *,
+    out_dtype: torch.dtype | str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """The sum of each row, `detkern.rows.sum`.
 
     Args:
         x: [.., N], float32, float16 or bfloat16; any strides.
+        dim: the dimension that is summed, or several, which are then one row, with one rounding for all of them; None or an
+            empty tuple: all, as torch.sum has it. Default: the last.
+        keepdim: keep what is summed as dimensions of size 1.
         out_dtype: the result's type, a torch dtype or a name. Default: x's.
         backend: the name of the one backend to use.
 
     Returns:
-        [..].
+        x's shape without dim, or with keepdim with 1 there.
 
     Raises:
-        As `detkern.rows.sum`.
+        ShapeError: x has no such dimension. ArgumentError: dim is no whole number, or names a dimension twice.
+        All others as `detkern.rows.sum`.
     """
-    return _run("sum", out_dtype, backend, x)
+    return _reduced("sum", x, dim, keepdim, out_dtype, backend)
 
 
-def mean(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
+def mean(
+    x: torch.Tensor,
+    dim: Dim = -1,
+    keepdim: bool = False,
+    *,
+    out_dtype: torch.dtype | str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """The mean of each row, `detkern.rows.mean`. Args, returns, raises: as `sum`."""
-    return _run("mean", out_dtype, backend, x)
+    return _reduced("mean", x, dim, keepdim, out_dtype, backend)
 
 
 def mean_square(
-    x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
+    x: torch.Tensor,
+    dim: Dim = -1,
+    keepdim: bool = False,
+    *,
+    out_dtype: torch.dtype | str | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """The mean of each row's squares, `detkern.rows.mean_square`. Args, returns, raises: as `sum`."""
-    return _run("mean_square", out_dtype, backend, x)
+    return _reduced("mean_square", x, dim, keepdim, out_dtype, backend)
 
 
-def softmax(x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None) -> torch.Tensor:
-    """The softmax of each row, `detkern.rows.softmax`. Returns [.., N], contiguous. Args, raises: as `sum`."""
-    return _run("softmax", out_dtype, backend, x)
+def softmax(
+    x: torch.Tensor, dim: int = -1, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
+) -> torch.Tensor:
+    """The softmax of each row, `detkern.rows.softmax`.
+
+    Args:
+        x, out_dtype, backend: as in `sum`.
+        dim: the dimension along which the rows lie. Default: the last.
+
+    Returns:
+        x's shape, contiguous.
+
+    Raises:
+        As `sum`.
+    """
+    return _along("softmax", x, dim, out_dtype, backend)
 
 
 def log_softmax(
-    x: torch.Tensor, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
+    x: torch.Tensor, dim: int = -1, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
 ) -> torch.Tensor:
-    """The log-softmax of each row, `detkern.rows.log_softmax`. Returns [.., N], contiguous. Args, raises: as `sum`."""
-    return _run("log_softmax", out_dtype, backend, x)
+    """The log-softmax of each row, `detkern.rows.log_softmax`. Args, returns, raises: as `softmax`."""
+    return _along("log_softmax", x, dim, out_dtype, backend)
+
+
+def _reduced(name: str, x: Any, dim: Any, keepdim: bool, out_dtype: Any, backend: str | None) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dim() == 0 or (dim == -1 and not keepdim):
+        return _run(name, out_dtype, backend, x)
+    dims = _dimensions(x, dim)
+    last = list(range(x.dim() - len(dims), x.dim()))
+    moved = x if dims == last else x.movedim(dims, last)
+    result = _run(name, out_dtype, backend, moved if len(dims) == 1 else moved.flatten(last[0]))
+    if keepdim:
+        for d in dims:
+            result = result.unsqueeze(d)
+    return result
+
+
+def _along(name: str, x: Any, dim: Any, out_dtype: Any, backend: str | None) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dim() == 0 or dim == -1:
+        return _run(name, out_dtype, backend, x)
+    if dim is None or isinstance(dim, (tuple, list)):
+        raise ArgumentError(f"dim={dim!r}: {name} is along one dimension, a whole number")
+    (d,) = _dimensions(x, dim)
+    if d == x.dim() - 1:
+        return _run(name, out_dtype, backend, x)
+    return _run(name, out_dtype, backend, x.movedim(d, -1)).movedim(-1, d).contiguous()
+
+
+def _dimensions(x: Any, dim: Any) -> list[int]:
+    """The dimensions that dim means, ascending."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return list(range(x.dim()))
+    found = []
+    for d in dim if isinstance(dim, (tuple, list)) else (dim,):
+        if not isinstance(d, int) and not hasattr(d, "__index__"):
+            raise ArgumentError(f"dim={dim!r}: {d!r} must be a whole number")
+        d = operator.index(d)
+        if not -x.dim() <= d < x.dim():
+            raise ShapeError(
+                f"dim={dim!r}: x has shape {list(x.shape)}, and dimensions from {-x.dim()} to {x.dim() - 1}"
+            )
+        found.append(d % x.dim())
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"dim={dim!r} names a dimension of x {list(x.shape)} twice")
+    return sorted(found)
 
 
 _SETTINGS = "ScalarType? out_dtype=None, str? backend=None) -> Tensor"
@@ -130,13 +214,14 @@ def _log_softmax_backward(ctx: Any, dy: Any) -> Any:
 
 
 def _mean_backward_backward(ctx: Any, g: Any) -> Any:
-    return (_run("mean", ctx.dtypes[0], ctx.backend, g),)
+    # Of no columns a sum: 0, which the mean of nothing is not.
+    return (_run("mean" if g.shape[-1] else "sum", ctx.dtypes[0], ctx.backend, g),)
 
 
 def _mean_square_backward_backward(ctx: Any, g: Any) -> Any:
     dy, x = ctx.saved_tensors
     g = g.to(x.dtype)
-    ddy = (_dot(g, x, ctx.backend).squeeze(-1) * (2.0 / ctx.width)).to(dy.dtype)
+    ddy = (_dot(g, x, ctx.backend) * (2.0 / max(ctx.width, 1))).squeeze(-1).to(dy.dtype)
     return ddy, _run("mean_square_backward", x.dtype, ctx.backend, dy, g)
 
 
@@ -228,17 +313,19 @@ class _Row(torch.autograd.Function):  # type: ignore[misc]
         return None, None, None, *gradients, *(None,) * (ctx.operands - len(gradients))
 
     @staticmethod
+    @route.forward_rule
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        *operands, y = ctx.saved_tensors
-        tangents = tangents[3 : 3 + len(operands)]
+        *operands, y = route.primals(ctx)
+        given = route.tangents(tangents[3 : 3 + len(operands)], ctx.dtypes)
         if ctx.name.endswith("_backward"):
-            return _backward_jvp(ctx, operands, y.shape[-1], tangents)
-        (dx,) = tangents
+            return _backward_jvp(ctx, operands, y.shape[-1], given)
+        (dx,) = given
         if ctx.name in ("sum", "mean"):
             return _run(ctx.name, ctx.out_dtype, ctx.backend, dx)
         if ctx.name == "mean_square":
             (x,) = operands
-            return (_dot(x, dx, ctx.backend).squeeze(-1) * (2.0 / ctx.width)).to(ctx.out_dtype)
+            share = 2.0 / ctx.width if ctx.width else math.nan
+            return (_dot(x, dx, ctx.backend) * share).squeeze(-1).to(ctx.out_dtype)
         if ctx.name == "softmax":  # its Jacobian is symmetric
             return _run("softmax_backward", ctx.out_dtype, ctx.backend, dx.to(y.dtype), y)
         return (dx.float() - _dot(dx.float(), y.float().exp(), ctx.backend)).to(ctx.out_dtype)
