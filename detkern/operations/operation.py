@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,13 +90,24 @@ class Descriptor(Generic[P]):
 
 @dataclass(frozen=True)
 class PublicCall:
-    """The function that users call for a variant: its module and name, its operands' names in the problem's order, and what
-    is given with them always."""
+    """The function that users call for a variant.
+
+    module, name: where it is. operands: their names, in the problem's order.
+    settings:     what is given with them always.
+    sized:        shape of the result -> what is given with them to get that shape.
+    """
 
     module: str
     name: str
     operands: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    sized: Callable[[tuple[int, ...]], Mapping[str, Any]] = lambda shape: {}
+
+    def __call__(self, arrays: Sequence[Any], shape: tuple[int, ...], **arguments: Any) -> Any:
+        """Call it on arrays of any framework, None for an operand that is left out. shape: of the result."""
+        function = getattr(importlib.import_module(self.module), self.name)
+        given = {name: array for name, array in zip(self.operands, arrays, strict=True) if array is not None}
+        return function(**given, **self.settings, **self.sized(shape), **arguments)
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,6 @@ class Sample:
     operands: as the public call takes them, in the problem's order.
     shape, dtype: of the result.
     initial:  float32, what is accumulated into; None where nothing is.
-    settings: what the public call needs beside its operands.
     about:    for people.
     """
 
@@ -115,7 +126,6 @@ class Sample:
     shape: tuple[int, ...]
     dtype: DType
     initial: Array | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
     def result(self) -> Array:
