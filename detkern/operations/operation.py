@@ -17,7 +17,7 @@ from ..dtypes import DType
 from ..tensors.view import Device, TensorView
 from .memory import host_view
 
-__all__ = ["Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
+__all__ = ["Derivative", "Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
 
 Array = npt.NDArray[Any]
 # What a problem reads, in the order that its class states; None where an optional operand is left out.
@@ -111,6 +111,20 @@ class PublicCall:
 
 
 @dataclass(frozen=True)
+class Derivative:
+    """The gradient of an operand: a variant, and what that is called with.
+
+    of:       the operand.
+    variant:  of any operation that `gradients` lists.
+    operands: "incoming" (the gradient of the result), operands of the forward by their names, or "out", its result.
+    """
+
+    of: str
+    variant: str
+    operands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """One call on NumPy arrays.
 
@@ -152,7 +166,10 @@ class Operation(Generic[P]):
     independent: (variant) -> the axis of each operand along which results are independent, None where there is none. That
                 of the result is the first.
     call:       variant -> the public call. It stands above dispatch, so the record only names it.
-    gradients:  variant -> the gradient rule for adapters of frameworks, or None where it has none of its own there.
+    gradients:  of each variant that adapters of frameworks offer to their users, which calls give the gradients of its
+                operands; no Derivative for an operand, or none at all: it has no gradient. Adapters that have a module of
+                their own for an operation find its rules in its home.
+    shape_of:   (variant, shapes of the operands) -> that of the result, sizes symbolic or not; needed with `gradients`.
     descriptor: how it crosses the C ABI, or None where the library has no kernel of it.
     """
 
@@ -169,7 +186,8 @@ class Operation(Generic[P]):
     independent: Callable[[str], tuple[int | None, ...]]
     call: Callable[[str], PublicCall]
     descriptor: Descriptor[P] | None = None
-    gradients: Callable[[str], Any] = lambda variant: None
+    gradients: Mapping[str, tuple[Derivative, ...]] = field(default_factory=dict)
+    shape_of: Callable[[str, Sequence[Sequence[Any]]], Sequence[Any]] | None = None
 
     def problem_of(self, sample: Sample, operands: Operands, out: TensorView) -> P:
         """The problem of a sample whose arrays lie at these views."""
