@@ -238,7 +238,8 @@ def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) ->
             owned = np.zeros(size, int)
             for own in range(0, size + extent * (tile.shares > 0), extent):  # of a pair one may be outside
                 start = _inside(own, extent, size, unit)
-                assert start % unit == 0 and start <= own
+                assert start % unit == 0
+                assert start <= own
                 assert size < extent or start + extent < size + unit, "no more than a unit's rest is outside"
                 owned[max(own, start) : start + extent] += 1
             assert (owned == 1).all()

@@ -354,7 +354,8 @@ def test_a_swapped_tile_has_the_transposed_problem() -> None:
         assert (theirs.row_stride, theirs.col_stride) == (ours.col_stride, ours.row_stride)
         assert theirs.batch_strides == ours.batch_strides
     build = launch_for(problem, tile, 132).build
-    assert dict(build.macros)["LOAD_A"] == Load.MN_MAJOR and dict(build.macros)["LOAD_B"] == Load.K_MAJOR
+    macros = dict(build.macros)
+    assert (macros["LOAD_A"], macros["LOAD_B"]) == (Load.MN_MAJOR, Load.K_MAJOR)
     other = next(tile for tile in _by_tma() if not tile.swapped)
     assert oriented(problem, other) is problem
 

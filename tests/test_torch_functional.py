@@ -210,7 +210,7 @@ def test_layouts_do_not_change_a_bit(device: str) -> None:
 def test_only_the_gradients_asked_for_are_computed(
     wanted: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from detkern.autograd import torch as binding
+    from detkern.torch import gradients as binding
 
     done = []
     product, column = binding.matmul, binding.bias_gradient

@@ -18,7 +18,7 @@ import torch
 from .. import api
 from ..errors import ArgumentError
 from ..operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
-from ..torch import batching, eager, main_grads, ops, route
+from . import batching, eager, main_grads, ops, route
 
 __all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
