@@ -84,7 +84,15 @@ def _view(tensor: Any) -> TensorView | None:
         device = _places.get(tensor.device)
         if device is None:
             device = _places[tensor.device] = torch_adapter().view(tensor, "").device
-        return TensorView(pointer, tensor.shape, tensor.stride(), dtype, device, False, tensor)
+        shape, strides = tensor.shape, tensor.stride()
+        if len(shape) == 2:
+            last = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1]
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were.
+        if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * dtype.itemsize:
+            return None
+        return TensorView(pointer, shape, strides, dtype, device, False, tensor)
     except (RuntimeError, DetkernError):  # a layout without memory of its own, a device without a name here
         return None
 
