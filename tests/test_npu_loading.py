@@ -30,7 +30,7 @@ from detkern.operations.gemm import operation as cases
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.operation import Sample
-from detkern.tensors import Device, adapter
+from detkern.tensors import Device, lookup
 from detkern.tensors import torch as torch_module
 
 CPU = Device("cpu")
@@ -270,7 +270,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     kind, attribute, backend = request.param
     fake = fake_torch(kind, attribute)
     monkeypatch.setitem(sys.modules, "torch", fake)
-    monkeypatch.setattr(adapter, "_BY_TYPE", {})
+    monkeypatch.setattr(lookup, "_BY_TYPE", {})
     monkeypatch.setenv("DETKERN_EMULATE_DEVICE", "1")
     torch_module.torch_adapter.cache_clear()
     yield fake, backend
