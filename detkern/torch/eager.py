@@ -85,14 +85,17 @@ def _view(tensor: Any) -> TensorView | None:
         if device is None:
             device = _places[tensor.device] = torch_adapter().view(tensor, "").device
         shape, strides = tensor.shape, tensor.stride()
-        if len(shape) == 2:
+        rank = len(shape)
+        if rank == 2:
             last = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1]
+        elif rank == 1:
+            last = (shape[0] - 1) * strides[0]
         else:
             last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were.
         if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * dtype.itemsize:
             return None
-        return TensorView(pointer, shape, strides, dtype, device, False, tensor)
+        return TensorView(pointer, shape, strides, dtype, device)
     except (RuntimeError, DetkernError):  # a layout without memory of its own, a device without a name here
         return None
 
@@ -106,7 +109,7 @@ def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: De
     result = torch.empty_strided(shape, strides, dtype=_TORCH_TYPES[dtype.code], device=place)
     if 0 not in shape:
         execution = _on_host if device.kind == "cpu" else _execution(device)
-        plan.run(m, views, TensorView(result.data_ptr(), shape, strides, dtype, device, False, result), execution)
+        plan.run(m, views, TensorView(result.data_ptr(), shape, strides, dtype, device), execution)
     return result
 
 

@@ -86,16 +86,16 @@ def host_operands(case: Case) -> tuple[Any, Any, Any, Any]:
 
 
 def operation_samples() -> Iterator[tuple[str, str, Any, Any]]:
-    """(key, backend-free name, operation, sample) of every operation other than a product: a few of each kind of operands."""
+    """(key, variant, operation, sample) of every operation other than a product: a few of each kind of operands."""
     for operation in OPERATIONS:
         if set(operation.variants) <= set(CONTRACTS):
             continue
         for variant, dtypes in operation.variants.items():
-            for number, dtype in enumerate(dtypes):
-                for turn, kind in enumerate(operands.KINDS):
-                    samples = list(operation.samples(variant, dtype, kind, 3))
-                    for index in (turn % len(samples), (7 * turn + number) % len(samples)):
-                        yield f"{variant} {dtype.short} {kind} {index}", variant, operation, samples[index]
+            for turn, kind in enumerate(operands.KINDS):
+                dtype = dtypes[turn % len(dtypes)]
+                samples = list(operation.samples(variant, dtype, kind, 3))
+                for index in dict.fromkeys((turn % len(samples), 7 * turn % len(samples))):
+                    yield f"{variant} {dtype.short} {kind} {index}", variant, operation, samples[index]
 
 
 def operation_digests(place: Any, fetch: Any, backend: str) -> dict[str, str]:
