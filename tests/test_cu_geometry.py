@@ -90,6 +90,10 @@ def test_every_contract_but_fp8_has_tiles_for_all_its_operands() -> None:
                     assert any(loads in tile.loads for tile in tiles), "some tile must take any strides"
                 for tile in tiles:
                     assert 32 <= tile.threads <= 1024
+                    if tile.table == "mma_wgmma":
+                        assert tile.alone_us == tile.wave_us == 0, "time_model.py predicts instead"
+                        assert tile["CTAS_PER_SM"] == 1, "which it takes for granted"
+                        continue
                     assert 0 < tile.alone_us <= tile.wave_us
                     assert (tile.alone_us == tile.wave_us) == (tile["CTAS_PER_SM"] == 1)
 
@@ -456,7 +460,8 @@ def test_without_cuda_bindings_there_are_no_maps(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR))
+    """Of kernels that time_model.py knows nothing of."""
+    problem = _laid_out(TREE_MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR))
     loads = load_paths(problem)
     predicted = min(candidates(problem, HOPPER, loads), key=lambda tile: predicted_us(problem, tile, 132))
     others = [tile for tile in candidates(problem, HOPPER, loads) if tile != predicted]
@@ -470,17 +475,40 @@ def test_what_was_measured_goes_before_what_is_predicted(monkeypatch: pytest.Mon
     monkeypatch.setattr(geometry, "labels", labels)
     known[:] = [str(others[0])]
     assert choose(problem, HOPPER, 132).tile == others[0]
-    assert asked[-1] == ("mma16", "KK", 40, 4096, 4096, 132)
-    known[:] = [str(others[3]), str(predicted), "1x2x3x4"]
+    assert asked[-1] == ("tree-mma16", "KK", 40, 4096, 4096, 132)
+    known[:] = [str(others[1]), str(predicted), "1x2x3x4"]
     assert choose(problem, HOPPER, 132).tile == predicted, "of several, the one that is predicted to be fastest"
-    # Tiles that there are none of, or that cannot compute the problem.
-    many = next(str(tile) for tile in _by_tma() if tile.shares and tile["TILE_M"] > 40)
-    for found in (["1x2x3x4"], [many], []):
+    for found in (["1x2x3x4"], []):
         known[:] = found
-        assert choose(problem, HOPPER, 132).tile == predicted
+        assert choose(problem, HOPPER, 132).tile == predicted, "there is no such tile"
     asked.clear()
-    choose(_laid_out(MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR), batch=(7,)), HOPPER, 132)
+    choose(_laid_out(TREE_MMA16, 40, 4096, 4096, (Load.K_MAJOR, Load.K_MAJOR), batch=(7,)), HOPPER, 132)
     assert asked == [], "batches were not measured"
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("loads", ["KK", "KM", "MK", "MM"])
+def test_the_choice_is_the_least_predicted_time_of_all_candidates(loads: str, out_dtype: DType) -> None:
+    """Also where a choice stands for the other m between two multiples of 8, to what it may be off by there."""
+    letters = {"K": Load.K_MAJOR, "M": Load.MN_MAJOR}
+    both = (letters[loads[0]], letters[loads[1]])
+    sizes = itertools.product((2, 16, 65, 72, 137, 1000, 4099), ((104, 72), (1000, 4104), (65_024, 64)))
+    for m, (n, k), batch in [*((m, size, ()) for m, size in sizes), (137, (4096, 4096), (5,))]:
+        problem = _laid_out(MMA16, m, n, k, both, out_dtype=out_dtype, batch=batch)
+        able = [tile for tile in candidates(problem, HOPPER, both) if tile.table == "mma_wgmma"]
+        assert able
+        chosen = choose(problem, HOPPER, 132).tile
+        assert chosen in able
+        predicted = {tile: predicted_us(problem, tile, 132) for tile in able}
+        assert 0 < predicted[chosen] <= min(predicted.values()) * (1.0001 if m <= 64 or m % 8 == 0 else 1.02)
+
+
+def test_a_grid_that_is_too_large_gets_larger_tiles() -> None:
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    huge = _laid_out(MMA16, 2**31 - 8, 2**12, 8, both)
+    tile = choose(huge, HOPPER, 132).tile
+    assert tile.table == "mma_wgmma"
+    assert takes(huge, tile, both)
 
 
 def test_plain_chains_need_no_scratch() -> None:
