@@ -15,7 +15,8 @@ from ..abi.library import Library
 from ..arithmetic.float_environment import default_float_environment
 from ..backend import Execution, Kernel, Run
 from ..errors import ArgumentError, BackendUnavailable, BuildError
-from ..operations.operation import Descriptor, Operands, Operation, Problem
+from ..operations.operation import Descriptor, Operation
+from ..operations.problem import Operands, Problem
 from ..operations.table import OPERATIONS
 from ..tensors.view import Device, TensorView
 from . import compiled, threads

@@ -13,7 +13,7 @@ from ..backend import Execution, Kernel, Run
 from ..dtypes import BF16, F16, F32, DType
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.problem import ColumnSumProblem
-from ..operations.operation import Operands
+from ..operations.problem import Operands
 from ..tensors import TensorView
 from . import block_launch
 from .block_launch import BlockPlan, BlockRun

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 from .. import selfcheck
 from ..backend import Implementation, Kernel, Run
 from ..dtypes import DType
-from ..operations.operation import Operation, Problem, Sample
+from ..operations.operation import Operation, Sample
+from ..operations.problem import Problem
 from ..tensors.execution import Execution
 from .device import SEEN, CudaDevice, describe
 from .host_arrays import placing

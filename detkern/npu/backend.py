@@ -19,7 +19,8 @@ from ..errors import DetkernError
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.gemm.operation import GEMM
 from ..operations.gemm.problem import GemmProblem
-from ..operations.operation import Operands, Operation, Problem
+from ..operations.operation import Operation
+from ..operations.problem import Operands, Problem
 from ..tensors.execution import Execution
 from ..tensors.view import Device, TensorView
 from . import host_arrays

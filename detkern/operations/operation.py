@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +16,11 @@ from ..arithmetic.float_environment import default_float_environment
 from ..dtypes import DType
 from ..tensors.view import Device, TensorView
 from .memory import host_view
+from .problem import Operands, Problem
 
-__all__ = ["Derivative", "Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
+__all__ = ["Derivative", "Descriptor", "Operation", "PublicCall", "Sample", "replayed"]
 
 Array = npt.NDArray[Any]
-# What a problem reads, in the order that its class states; None where an optional operand is left out.
-Operands = tuple[TensorView | None, ...]
-
-
-class Problem(Protocol):
-    """Everything that a backend needs to choose and launch a kernel, except the pointers. Immutable and hashable.
-
-    operation: the name of the operation's record. m: the rows. about: what it is and its sizes, for messages.
-    """
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def about(self) -> str: ...
-
-    def with_rows(self, m: int) -> Self: ...
-
-
 P = TypeVar("P", bound=Problem)
 
 

@@ -12,7 +12,8 @@ from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array, vector_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
 from .problem import ColumnSumProblem, column_sum_problem
 from .replay import column_sum
 

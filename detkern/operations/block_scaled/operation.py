@@ -13,7 +13,8 @@ from ...dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
 from .problem import BlockScaledProblem, block_scaled_problem
 from .replay import block_scaled_gemm
 

@@ -7,8 +7,7 @@ from ...errors import DTypeError, ShapeError
 from ...plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...tensors import TensorView
 from ...tensors.types import OUTPUTS
-from .operation import one_a_row, operand_names
-from .problem import RowKind, row_problem
+from .problem import RowKind, one_a_row, operand_names, row_problem
 
 __all__ = ["plan_rows"]
 
