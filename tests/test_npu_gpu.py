@@ -12,11 +12,12 @@ from emulated import library_for_cuda, nvcc
 import detkern
 from detkern import operands
 from detkern.abi import mirror
-from detkern.abi.descriptors import column_sum_descriptor, gemm_descriptors
+from detkern.abi.descriptors import column_sum_descriptors, gemm_descriptors
 from detkern.abi.library import Library
 from detkern.contracts import CONTRACTS, Contract
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 pytestmark = pytest.mark.gpu
@@ -156,7 +157,7 @@ def test_the_bias_gradient(library: Library, dtype: DType) -> None:
         want = detkern.bias_gradient(dc, backend="cuda")
         out = empty(want)
         problem = column_sum_problem(view(dc), view(out), False)
-        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptor(problem))
+        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptors(problem)[0][0])
         descriptor.dc, descriptor.out = dc.data.ptr, out.data.ptr
         library.column_sum(descriptor)
         cupy.cuda.Device().synchronize()
