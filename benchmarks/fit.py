@@ -226,9 +226,7 @@ def main() -> int:
     """Time, or fit and judge. Status 1 where the time was over before all was timed, or a log cannot be read."""
     arguments = _arguments()
     if arguments.log:
-        if reason := timing.missing():
-            print(f"nothing to measure with: {reason}")
-            return 1
+        timing.leave_if(timing.missing())
         return int(measure(arguments) > 0)
     try:
         logs = [line for log in arguments.fit for line in read(log)]

@@ -37,7 +37,7 @@ def _views(product: Product, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
 def problem_of_sizes(product: Product, output_f32: bool = False, accumulate: bool = False) -> Any:
     """The problem of a product whose matrices are row-major and begin where an allocation could."""
     from detkern.dtypes import F32, by_name
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
 
     dtype = by_name(product.dtype)
@@ -58,7 +58,7 @@ def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
     """The tiles that can compute the product, those that the tables predict to be fastest first."""
     from detkern.cu import geometry
     from detkern.cu.device import describe
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
 
     facts = describe(0)
     problem = gemm_problem(contract_of(product), *_views(product, a, b, out), None, False)
@@ -80,7 +80,7 @@ def seen(
 
     accumulate: to what is in `out`, which is float32 then.
     """
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
 
     views = [_views(product, *one) for one in matrices]
     problems = {gemm_problem(contract_of(product), *three, None, accumulate) for three in views}

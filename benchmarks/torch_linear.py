@@ -120,9 +120,9 @@ def part_rows(device: str) -> list[dict[str, Any]]:
 
     import detkern
     import detkern.torch as dt
-    from detkern.autograd.torch import Settings
     from detkern.tensors import TensorView
     from detkern.torch import eager, route
+    from detkern.torch.gradients import Settings
 
     x, weight, bias, dy = _tensors(device, False)
     leaves = _tensors(device, True)[:3]
@@ -177,8 +177,8 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("torch/*.py"), *package.glob("autograd/*.py"), package / "tensors/torch.py", package / "plan.py",
-         package / "api.py", package / "call.py", package / "cu/launch.py"]
+        [*package.glob("torch/*.py"), package / "tensors/torch.py", package / "plan.py", package / "plan_cache.py",
+         *package.glob("operations/*/checks.py"), package / "api.py", package / "call.py", package / "cu/launch.py"]
     )  # fmt: skip
 
 

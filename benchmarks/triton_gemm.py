@@ -105,7 +105,7 @@ def _tile_call(tile: Any, x: Any, w: Any, out: Any) -> Call:
     from detkern.backend import Execution
     from detkern.contracts import MMA16
     from detkern.dtypes import BF16
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
     from detkern.triton import geometry, launch
     from detkern.triton.device import describe
@@ -115,9 +115,12 @@ def _tile_call(tile: Any, x: Any, w: Any, out: Any) -> Call:
     problem = gemm_problem(MMA16, *views, None, False)
     chosen = geometry.choose(problem, describe(device).multiprocessors, tile)
 
+    launches = launch.Launches(problem, chosen)
+    a, b, result = views
+
     def call() -> None:
-        execution = Execution(device, torch.cuda.current_stream().cuda_stream, lambda size: views[0])
-        launch.launch(problem, *views, None, execution, chosen)
+        execution = Execution(device, torch.cuda.current_stream().cuda_stream, lambda size: a)
+        launches(problem.m, (a, b, None), result, execution)
 
     return call
 

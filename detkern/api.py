@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 
 from . import registry
-from .call import Call
+from .call import Call, rehearse
 from .contracts import get_contract
 from .dtypes import DType
 from .errors import ArgumentError
-from .plan import Names, Plan, plan_block_scaled, plan_column_sum, plan_gemm
-from .problem import GemmProblem
+from .operations.bias_gradient.checks import plan_column_sum
+from .operations.block_scaled.checks import plan_block_scaled
+from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
+from .operations.table import operation_of
+from .plan import Planned
 from .tensors import dtype_argument
 
 __all__ = ["Explanation", "bias_gradient", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]
 
-_GEMM = Names("gemm", "a", "b")
-_LINEAR = Names("linear", "x", "weight")
 _DA = Names("gemm_da", "dc", "b")
 _DB = Names("gemm_db", "a", "dc")
 _DB_TRANSPOSED = Names("gemm_db", "dc", "a")
@@ -35,7 +36,7 @@ class Explanation:
     """What a call would run; `str()` of it is for people.
 
     backend:       the name of the backend.
-    contract:      the name of the contract, or "none" for backend="native".
+    contract:      the name of the contract, of another operation than a product its own name, or "none" for backend="native".
     kernel, tile, geometry: the kernel, the tile that it computes at once, and the grid and threads that it starts.
     scratch_bytes: scratch memory that it would take from the caller's allocator.
     copies:        one sentence for each operand that would be copied first.
@@ -106,7 +107,7 @@ def gemm(
         BackendUnavailable: the backend named cannot run here.
         BuildError: a kernel could not be built.
     """
-    return _product(_GEMM, a, b, trans_a, trans_b, bias, out, out_dtype, accumulate, contract, backend)
+    return _product(GEMM, a, b, trans_a, trans_b, bias, out, out_dtype, accumulate, contract, backend)
 
 
 def linear(
@@ -134,7 +135,7 @@ def linear(
     Raises:
         As `gemm`.
     """
-    return _product(_LINEAR, x, weight, False, True, bias, out, out_dtype, accumulate, contract, backend)
+    return _product(LINEAR, x, weight, False, True, bias, out, out_dtype, accumulate, contract, backend)
 
 
 def gemm_da(
@@ -222,47 +223,35 @@ def bias_gradient(
     """
     call = Call(((dc, "dc"),), out)
     (view,) = call.views
-    plan = plan_column_sum(
-        view, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+    return call.complete(
+        plan_column_sum(
+            view, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+        )
     )
-    result = call.result(plan.shape, plan.strides, plan.dtype)
-    if not plan.empty:
-        call.begin()
-        plan.backend.column_sum(plan.problem, view, result, call.execution)
-        call.end()
-    return call.finish()
 
 
-def explain(
-    a: Any,
-    b: Any,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    bias: Any = None,
-    out: Any = None,
-    out_dtype: Any = None,
-    accumulate: bool = False,
-    contract: str | None = None,
-    backend: str | None = None,
-) -> Explanation:
+def explain(a: Any, b: Any, *operands: Any, **settings: Any) -> Explanation:
     """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would
-    raise."""
-    copies: list[str] = []
-    call = Call(((a, "a"), (b, "b"), (bias, "bias")), out, planned_copies=copies)
-    plan = _plan(_GEMM, call, trans_a, trans_b, out_dtype, accumulate, contract, backend)
-    call.refuse_overlap()
-    problem = plan.problem
-    kernel = plan.backend.kernel(problem)
+    raise.
+
+    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that follow.
+    """
+    function = a if callable(a) and not hasattr(a, "__dlpack__") else None
+    given = (b, *operands) if function is not None else (a, b, *operands)
+    (plan, m, shape), copies = rehearse(function or gemm, *given, **settings)
+    problem = plan.problem.with_rows(m)
+    kernel = plan.implementation.explain(problem)
+    variant, _ = operation_of(problem.operation).variant_of(problem)
+    named = settings.get("backend") is not None
     return Explanation(
         backend=plan.backend.name,
-        contract=problem.contract.name if plan.backend.deterministic else "none",
+        contract=variant if plan.backend.deterministic else "none",
         kernel=kernel.name,
         tile=kernel.tile,
-        geometry="nothing is launched: the result is empty" if plan.empty else kernel.geometry,
+        geometry="nothing is launched: the result is empty" if 0 in shape else kernel.geometry,
         scratch_bytes=kernel.scratch_bytes,
         copies=tuple(copies),
-        passed_over=tuple(registry.passed_over("gemm", problem, plan.backend.name, named=backend is not None)),
+        passed_over=tuple(registry.passed_over(problem, plan.backend.name, named=named)),
     )
 
 
@@ -297,7 +286,7 @@ def block_scaled_gemm(
     """
     call = Call(((a, "a"), (scale_a, "scale_a"), (b, "b"), (scale_b, "scale_b")), out)
     left, left_scale, right, right_scale = call.views
-    plan = plan_block_scaled(
+    planned = plan_block_scaled(
         left,
         left_scale,
         right,
@@ -307,12 +296,7 @@ def block_scaled_gemm(
         _flag(accumulate, "accumulate"),
         _backend_name(backend),
     )
-    result = call.result(plan.shape, plan.strides, plan.dtype)
-    if not plan.empty:
-        call.begin()
-        plan.backend.block_scaled_gemm(plan.problem, left, left_scale, right, right_scale, result, call.execution)
-        call.end()
-    return call.finish()
+    return call.complete(planned)
 
 
 def _product(
@@ -331,14 +315,7 @@ def _product(
 ) -> Any:
     """Every call that is one GemmProblem. `leader` is the index of the operand whose framework the result has."""
     call = Call(((left, names.left), (right, names.right), (bias, "bias")), out, leader)
-    plan = _plan(names, call, trans_left, trans_right, out_dtype, accumulate, contract, backend)
-    result = call.result(plan.shape, plan.strides, plan.dtype)
-    if not plan.empty:
-        left_view, right_view, bias_view = call.views
-        call.begin()
-        plan.backend.gemm(plan.problem, left_view, right_view, result, bias_view, call.execution)
-        call.end()
-    return call.finish()
+    return call.complete(_plan(names, call, trans_left, trans_right, out_dtype, accumulate, contract, backend))
 
 
 def _plan(
@@ -350,11 +327,11 @@ def _plan(
     accumulate: bool,
     contract: str | None,
     backend: str | None,
-) -> Plan[GemmProblem]:
+) -> Planned:
     left, right, bias = call.views
     if contract is not None and type(contract) is not str:
         get_contract(contract)
-    return plan_gemm(
+    return plan_product(
         names,
         left,
         right,

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
-from .dtypes import DType
 from .errors import ArgumentError, DeviceError
-from .tensors import Adapter, TensorView, adapter_for, describe
+from .plan import Planned
+from .tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
 from .tensors.overlap import overlapping
 
-__all__ = ["Call"]
+__all__ = ["Call", "rehearse"]
+
+
+# How many rehearsals are at work in the process, so that a call that is none need not ask whether its own thread's is.
+_rehearsals: list[None] = []
+_copies: ContextVar[list[str] | None] = ContextVar("copies", default=None)
+
+
+class Rehearsed(Exception):
+    """A call that was rehearsed has its plan, and ends there."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__()
+        self.planned = planned
+
+
+def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> tuple[Planned, list[str]]:
+    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or written.
+
+    Raises what the call would.
+    """
+    copies: list[str] = []
+    token = _copies.set(copies)
+    _rehearsals.append(None)
+    try:
+        function(*operands, **settings)
+    except Rehearsed as rehearsed:
+        return rehearsed.planned, copies
+    finally:
+        _rehearsals.pop()
+        _copies.reset(token)
+    raise ArgumentError(f"{function!r} is no function of detkern's that computes on arrays")
 
 
 class Call:
@@ -27,7 +60,6 @@ class Call:
         "_operands",
         "_out",
         "_out_adapter",
-        "_result",
         "execution",
         "out",
         "views",
@@ -42,6 +74,8 @@ class Call:
     ) -> None:
         """operands: array and name of each; only one called "bias" may be None.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
+        if _rehearsals and planned_copies is None:
+            planned_copies = _copies.get()
         array, argument = operands[leader]
         lead = adapter_for(array, argument)
         lead_view = lead.view(array, argument, None, planned_copies)
@@ -77,15 +111,32 @@ class Call:
             if self.out.device != device:
                 raise _elsewhere("out", self.out, argument, lead_view)
 
-    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> TensorView:
-        """The memory to write: the caller's `out`, checked against the operands, or new."""
-        out = self.out
+    def complete(self, planned: Planned) -> Any:
+        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
+        caller gets."""
+        if _rehearsals and _copies.get() is not None:
+            self.refuse_overlap()
+            raise Rehearsed(planned)
+        plan, m, shape = planned
+        execution, out = self.execution, self.out
         if out is None:
-            out = self._lead.empty(self._array, shape, strides, dtype, self.execution)
+            strides = contiguous_strides(shape)
+            result = self._lead.empty(self._array, shape, strides, plan.dtype, execution)
         else:
             self.refuse_overlap()
-        self._result = out
-        return out
+            result = out
+        if 0 in shape:
+            pass
+        elif execution.device.kind == "cpu":
+            plan.run(m, self.views, result, execution)
+        else:
+            self._begin()
+            plan.run(m, self.views, result, execution)
+            self._end()
+        if out is None:
+            return self._lead.result(self._array, result, execution)
+        self._out_adapter.wrote(self._out)
+        return self._out
 
     def refuse_overlap(self) -> None:
         """ArgumentError where the caller's `out` shares memory with an operand."""
@@ -97,17 +148,15 @@ class Call:
                     f"out shares memory with {name}, which is read while out is written; give another out"
                 )
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Order the stream after whoever produces the operands on another one."""
-        if self.execution.device.kind != "cpu":
-            for adapter, array, _, _ in self._elsewhere_ordered():
-                adapter.join(array, self.execution)
+        for adapter, array, _, _ in self._elsewhere_ordered():
+            adapter.join(array, self.execution)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Order later users of the operands and of `out` after the stream."""
-        if self.execution.device.kind != "cpu":
-            for adapter, array, view, written in self._elsewhere_ordered():
-                adapter.release(array, view, self.execution, written)
+        for adapter, array, view, written in self._elsewhere_ordered():
+            adapter.release(array, view, self.execution, written)
 
     def _elsewhere_ordered(self) -> list[tuple[Adapter, Any, TensorView, bool]]:
         """The arrays that the execution's stream does not order by itself."""
@@ -119,13 +168,6 @@ class Call:
         if self.out is not None and not (self._out_adapter is self._lead and self._lead.stream_ordered):
             arrays.append((self._out_adapter, self._out, self.out, True))
         return arrays
-
-    def finish(self) -> Any:
-        """What the caller gets."""
-        if self.out is None:
-            return self._lead.result(self._array, self._result, self.execution)
-        self._out_adapter.wrote(self._out)
-        return self._out
 
 
 def _elsewhere(argument: str, view: TensorView, leader: str, leading: TensorView) -> DeviceError:

@@ -9,18 +9,15 @@ from __future__ import annotations
 import importlib
 import math
 import operator
-import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from . import registry
-from .backend import Backend, Execution
-from .contracts import CONTRACTS, FMA, Contract, default_contract
+from .backend import Execution
+from .contracts import CONTRACTS, FMA, default_contract
 from .dtypes import BF16, F16, F32, DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
-from .plan import on_forget
-from .problem import GemmProblem, gemm_problem
+from .operations.gemm.checks import GEMM, plan_product
 from .tensors import Device, TensorView, adapter_for, contiguous_strides, describe
 from .tensors.overlap import overlapping
 
@@ -28,7 +25,6 @@ __all__ = ["Engine"]
 
 _TYPES = {dtype.name: dtype for dtype in (F32, F16, BF16)}
 _KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
-_KEPT = 4096  # kinds of calls
 _ADDRESSES = 1 << 64
 
 Sizes = tuple[int, int, int]
@@ -81,9 +77,7 @@ class Engine:
             said = "; ".join(f"{name}: {reason}" for name, reason in answers)
             raise BackendUnavailable(f"no backend runs on {self.device}: {said}")
         self._executions: dict[int, Execution] = {}
-        self._plans: dict[Any, tuple[GemmProblem, Backend]] = {}
-        self._lock = threading.Lock()
-        _engines.add(self)
+        self._tensor_core_contracts: dict[DType, str] = {}
 
     def __repr__(self) -> str:
         return f"Engine({str(self.device)!r})"
@@ -235,32 +229,26 @@ class Engine:
             raise ArgumentError(f"tensor_cores={tensor_cores!r} must be True or False")
         _check(zip((*names, "bias"), (a, b, out, column), strict=True), out, names[2])
         execution = self._execution(stream)
-        key = (
-            dtype, tensor_cores, accumulate, m, n, left[1:], right[2],
-            a.pointer & 15, b.pointer & 15, out.pointer & 15, bias and (bias & 15) + 1,
-        )  # fmt: skip
-        plan = self._plans.get(key)
-        if plan is None:
-            problem = gemm_problem(self._contract(dtype, tensor_cores), a, b, out, column, accumulate)
-            plan = problem, registry.select("gemm", problem, self.backend)
-            with self._lock:
-                if len(self._plans) >= _KEPT:
-                    self._plans.clear()
-                self._plans[key] = plan
+        plan, rows, _ = plan_product(
+            GEMM, a, b, False, False, column, out, None, accumulate, self._contract(dtype, tensor_cores), self.backend
+        )
         if 0 not in (m, n):
-            problem, backend = plan
-            backend.gemm(problem, a, b, out, column, execution)
+            plan.run(rows, (a, b, column), out, execution)
             if written is not None:
                 adapter_for(written, names[2]).wrote(written)
 
-    def _contract(self, dtype: DType, tensor_cores: bool) -> Contract:
+    def _contract(self, dtype: DType, tensor_cores: bool) -> str:
+        """The name of the contract: of tensor cores, what this device's have."""
         if not tensor_cores:
-            return FMA
+            return FMA.name
+        name = self._tensor_core_contracts.get(dtype)
+        if name is not None:
+            return name
         capability = None
         for row in registry.TABLE:
             if row.chosen_on(self.device.kind) and capability is None:
                 capability = registry.load(row.name).capability(self.device)
-        # Of the two, the one that this device's tensor cores have; another device has none of them for its default.
+        # Another device has none of them for its default.
         contract = default_contract(dtype, self.device.kind, capability)
         if contract.step is None:
             has = ", ".join(c.name for c in CONTRACTS.values() if c.step is not None and dtype in c.operands) or "none"
@@ -268,7 +256,8 @@ class Engine:
                 f"tensor_cores=True: {self.device} has no tensor-core contract for {dtype} (there is {has} elsewhere); "
                 "tensor_cores=False computes fma"
             )
-        return contract
+        self._tensor_core_contracts[dtype] = contract.name
+        return contract.name
 
     def _execution(self, stream: int) -> Execution:
         handle = _integer(stream, "stream")
@@ -280,17 +269,6 @@ class Engine:
                 self._executions.clear()
             execution = self._executions[handle] = Execution(self.device, handle, _no_scratch)
         return execution
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    for engine in list(_engines):
-        engine._plans.clear()
-
-
-on_forget(_forget)
 
 
 def _no_scratch(size: int) -> TensorView:

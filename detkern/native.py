@@ -10,15 +10,18 @@ the type that the framework gives it. Operands of one call must be of one framew
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from .backend import Execution, Kernel
-from .contracts import Contract
-from .dtypes import BF16, DType
-from .errors import ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem
+from .backend import Execution, Implementation, Kernel, Run
+from .dtypes import BF16
+from .errors import DeviceError
+from .operations.gemm.problem import GemmProblem
+from .operations.matrix import Matrix
+from .operations.operation import Operands
 from .tensors import Device, TensorView
 from .tensors.numpy import ndarray_of
 from .tensors.streams import cupy_runtime, cupy_stream
@@ -26,76 +29,73 @@ from .tensors.streams import cupy_runtime, cupy_stream
 __all__ = ["BACKEND"]
 
 
+class _Product:
+    """detkern.backend.Implementation of products."""
+
+    def refuses(self, problem: GemmProblem) -> str | None:
+        return None
+
+    def explain(self, problem: GemmProblem) -> Kernel:
+        return Kernel("the framework's matmul", "the framework's choice", "the framework's choice")
+
+    def prepare(self, problem: GemmProblem, execution: Execution) -> Run:
+        def run(m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
+            a, b, bias = operands
+            assert a is not None
+            assert b is not None
+            _multiply(problem.with_rows(m), a, b, out, bias, execution)
+
+        return run
+
+
 class _Native:
     """detkern.backend.Backend over whatever framework the operands belong to."""
 
     name = "native"
     deterministic = False
+    implementations: Mapping[type[Any], Implementation[Any]] = MappingProxyType({GemmProblem: _Product()})
 
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind in ("cpu", "cuda") else f"it has no arrays on {device}"
 
-    def refuses(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> str | None:
-        return None if isinstance(problem, GemmProblem) else "it has matmul alone"
-
-    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
-        return []
-
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None
 
-    def kernel(self, problem: GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem) -> Kernel:
-        return Kernel("the framework's matmul", "the framework's choice", "the framework's choice")
-
-    def gemm(
-        self, problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None,
-        execution: Execution,
-    ) -> None:  # fmt: skip
-        batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
-        left = _window(a, problem.a, (*batch, m, k))
-        right = _window(b, problem.b, (*batch, k, n))
-        result = _window(out, problem.out, (*batch, m, n))
-        column = None
-        if bias is not None and problem.bias is not None:
-            column = TensorView(
-                bias.pointer, (n,), (problem.bias.stride,), bias.dtype, bias.device, bias.readonly, bias.array
-            )
-        operands = [view for view in (left, right, column) if view is not None]
-        frameworks = {_framework(view.array) for view in operands}
-        if len(frameworks) > 1:
-            raise DeviceError(
-                f"backend='native' needs operands of one framework, these are of {' and '.join(sorted(frameworks))}"
-            )
-        (framework,) = frameworks
-        if framework == "torch" and _framework(out.array) == "torch":
-            _torch_matmul(operands, result, problem.accumulate)
-        elif framework == "jax":
-            _jax_matmul(operands, result, problem.accumulate, execution)
-        elif execution.device.kind == "cpu":
-            _numpy_matmul(operands, result, problem.accumulate)
-        else:
-            cupy = cupy_runtime(execution.device)
-            with cupy.cuda.Device(execution.device.index), cupy_stream(cupy, execution.device, execution.stream):
-                _finish(
-                    cupy.matmul, [_cupy_array(cupy, v) for v in operands], _cupy_array(cupy, result), problem.accumulate
-                )
-
-    def block_scaled_gemm(
-        self, problem: BlockScaledProblem, a: TensorView, scale_a: TensorView, b: TensorView, scale_b: TensorView,
-        out: TensorView, execution: Execution,
-    ) -> None:  # fmt: skip
-        raise ContractUnsupported("backend='native' has no block-scaled product")
-
-    def column_sum(self, problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
-        raise ContractUnsupported("backend='native' has no column_sum")
-
-    def rows(
-        self, problem: RowProblem, a: TensorView, b: TensorView | None, out: TensorView, execution: Execution
-    ) -> None:
-        raise ContractUnsupported("backend='native' has no row operations")
-
 
 BACKEND = _Native()
+
+
+def _multiply(
+    problem: GemmProblem, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, execution: Execution
+) -> None:
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+    left = _window(a, problem.a, (*batch, m, k))
+    right = _window(b, problem.b, (*batch, k, n))
+    result = _window(out, problem.out, (*batch, m, n))
+    column = None
+    if bias is not None and problem.bias is not None:
+        column = TensorView(
+            bias.pointer, (n,), (problem.bias.stride,), bias.dtype, bias.device, bias.readonly, bias.array
+        )
+    operands = [view for view in (left, right, column) if view is not None]
+    frameworks = {_framework(view.array) for view in operands}
+    if len(frameworks) > 1:
+        raise DeviceError(
+            f"backend='native' needs operands of one framework, these are of {' and '.join(sorted(frameworks))}"
+        )
+    (framework,) = frameworks
+    if framework == "torch" and _framework(out.array) == "torch":
+        _torch_matmul(operands, result, problem.accumulate)
+    elif framework == "jax":
+        _jax_matmul(operands, result, problem.accumulate, execution)
+    elif execution.device.kind == "cpu":
+        _numpy_matmul(operands, result, problem.accumulate)
+    else:
+        cupy = cupy_runtime(execution.device)
+        with cupy.cuda.Device(execution.device.index), cupy_stream(cupy, execution.device, execution.stream):
+            _finish(
+                cupy.matmul, [_cupy_array(cupy, v) for v in operands], _cupy_array(cupy, result), problem.accumulate
+            )
 
 
 def _window(view: TensorView, matrix: Matrix, shape: tuple[int, ...]) -> TensorView:

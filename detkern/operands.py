@@ -22,11 +22,12 @@ import numpy.typing as npt
 from .dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from .errors import ArgumentError
 
-__all__ = ["KINDS", "VERSION", "digest", "generate"]
+__all__ = ["KINDS", "VERSION", "Array", "digest", "generate"]
 
 VERSION = 1
 
 Words = npt.NDArray[np.uint64]
+Array = npt.NDArray[Any]
 
 _CHUNK = 1 << 18  # elements made at a time, so that the 64-bit temporaries stay small beside the result
 _DRAWS = 4  # words that one element may use

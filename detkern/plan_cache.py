@@ -1,4 +1,4 @@
-"""Where a backend keeps its launch plans: what was worked out for one problem, and is used by every later call of it."""
+"""Where plans are kept: what was worked out once for calls of one layout, and is used by every later one."""
 
 from __future__ import annotations
 
@@ -13,26 +13,46 @@ _V = TypeVar("_V")
 
 
 class PlanCache(Generic[_K, _V]):
-    """At most `limit` plans by their problems; where one more comes, the oldest goes. For any number of threads."""
+    """At most `limit` plans by their keys, for any number of threads. Where one more comes, those go that were not used for
+    longest, half of `limit` at a time: a stream of keys that are used once does not drive out one that is used all along.
 
-    __slots__ = ("_limit", "_lock", "_plans", "get")
+    A look-up is `get(key) or recall(key)`: `get` finds what was used of late, and takes no lock.
+    """
+
+    __slots__ = ("_half", "_lock", "_old", "_young", "get")
 
     get: Callable[[_K], _V | None]
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._plans: dict[_K, _V] = {}
+        self._half = max(limit // 2, 1)
         self._lock = threading.Lock()
-        # The dict's own method, which every launch calls: no lock is taken and no frame of Python made.
-        self.get = self._plans.get
+        self.clear()
 
-    def keep(self, problem: _K, plan: _V) -> _V:
+    def clear(self) -> None:
+        """Keep nothing."""
+        with self._lock:
+            self._old: dict[_K, _V] = {}
+            self._renew()
+
+    def _renew(self) -> None:
+        self._young: dict[_K, _V] = {}
+        # The dict's own method, which every call looks up with: no lock is taken and no frame of Python made.
+        self.get = self._young.get
+
+    def recall(self, key: _K) -> _V | None:
+        """A plan that `get` did not find, if it was used not long before: then `get` finds it again."""
+        plan = self._old.get(key)
+        return None if plan is None else self.keep(key, plan)
+
+    def keep(self, key: _K, plan: _V) -> _V:
         """Keep a plan, and return it."""
         with self._lock:
-            while len(self._plans) >= self._limit:
-                del self._plans[next(iter(self._plans))]
-            self._plans[problem] = plan
+            if len(self._young) >= self._half and key not in self._young:
+                self._old = self._young
+                self._renew()
+            self._young[key] = plan
         return plan
 
     def __len__(self) -> int:
-        return len(self._plans)
+        with self._lock:
+            return len(self._young.keys() | self._old.keys())

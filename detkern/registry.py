@@ -6,28 +6,31 @@ import importlib
 from functools import cache
 from typing import Any
 
-from .backend import Backend
+from .backend import Backend, Implementation
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowProblem, gemm_problem
+from .operations.gemm.operation import GEMM
+from .operations.operation import Operation, Problem
+from .operations.table import OPERATIONS
 from .requirements import TABLE, Row
-from .tensors import Device, TensorView
+from .tensors import Device
 
 __all__ = [
     "TABLE",
     "Row",
     "backend_names",
+    "computed",
     "contract_for",
     "dispatched_names",
+    "kinds_of",
     "load",
     "offered",
     "offers",
+    "operations",
     "passed_over",
     "select",
 ]
-
-Problem = GemmProblem | BlockScaledProblem | ColumnSumProblem | RowProblem
 
 
 def backend_names() -> tuple[str, ...]:
@@ -61,46 +64,63 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
     return default_contract(dtype, device.kind, capability)
 
 
-def select(op: str, problem: Problem, name: str | None) -> Backend:
-    """The first backend of the table that serves `op` on the problem's device and refuses nothing, or the one named.
+def operations(backend: Backend) -> list[str]:
+    """The names of the operations that a backend implements."""
+    return [operation.name for operation in OPERATIONS if operation.problem in backend.implementations]
+
+
+@cache
+def kinds_of(operation: Operation[Any]) -> frozenset[str]:
+    """The kinds of device on which a backend implements an operation."""
+    rows = [row for row in TABLE if operation.problem in load(row.name).implementations]
+    return frozenset(kind for row in rows for kind in row.devices)
+
+
+def select(problem: Problem, name: str | None) -> tuple[Backend, Implementation[Any]]:
+    """The first backend of the table that implements the problem's operation on its device and refuses nothing, or the one
+    named, with its implementation.
 
     Raises BackendUnavailable or ContractUnsupported with what each backend answered; DeviceError where the table has
     no row for the device.
     """
-    device = problem.device
+    device, kind, op = problem.device, type(problem), problem.operation
     if name is not None:
         backend = load(name)
         row = next(row for row in TABLE if row.name == name)
         if device.kind not in row.devices:
             kinds = " and ".join(row.devices)
             raise DeviceError(f"backend={name!r} works on {kinds} arrays, these are on {device}")
-        if op not in row.ops:
-            raise ContractUnsupported(f"backend={name!r} has no {op}; it has {', '.join(row.ops)}")
+        implementation = backend.implementations.get(kind)
+        if implementation is None:
+            raise ContractUnsupported(f"backend={name!r} has no {op}; it has {', '.join(operations(backend))}")
         if reason := backend.unavailable(device):
             raise BackendUnavailable(f"backend={name!r} cannot run here: {reason}")
-        if reason := backend.refuses(problem):
+        if reason := implementation.refuses(problem):
             raise ContractUnsupported(f"backend={name!r}: {reason}")
-        return backend
+        return backend, implementation
     answers = []
     unsupported = False
     for row in TABLE:
-        if not row.chosen_on(device.kind) or op not in row.ops:
+        if not row.chosen_on(device.kind):
             continue
         backend = load(row.name)
+        implementation = backend.implementations.get(kind)
+        if implementation is None:
+            continue
         if reason := backend.unavailable(device):
             answers.append(f"{row.name}: {reason}")
-        elif reason := backend.refuses(problem):
+        elif reason := implementation.refuses(problem):
             unsupported = True
             answers.append(f"{row.name}: {reason}")
         else:
-            return backend
+            return backend, implementation
     if not answers:
         raise DeviceError(f"no backend has {op} on {device}; backends: {', '.join(backend_names())}")
     error: Any = ContractUnsupported if unsupported else BackendUnavailable
     raise error(f"no backend takes this {op} on {device}: " + "; ".join(answers))
 
 
-def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tuple[str, str]]:
+def passed_over(problem: Problem, chosen: str, named: bool) -> list[tuple[str, str]]:
     """Every backend for the problem's kind of device but the chosen one, with why it is not the one. `named`: the
     caller named the chosen one."""
     device = problem.device
@@ -111,13 +131,15 @@ def passed_over(op: str, problem: Problem, chosen: str, named: bool) -> list[tup
             before = False
         elif device.kind in row.devices:
             reason: str | None = None
-            if op not in row.ops:
-                reason = f"has no {op}"
-            elif not row.chosen_on(device.kind):
+            if not row.chosen_on(device.kind):
                 reason = "runs only when named"
             elif before:
                 backend = load(row.name)
-                reason = backend.unavailable(device) or backend.refuses(problem)
+                implementation = backend.implementations.get(type(problem))
+                if implementation is None:
+                    reason = f"has no {problem.operation}"
+                else:
+                    reason = backend.unavailable(device) or implementation.refuses(problem)
             if reason is None:
                 reason = f"{chosen} was named" if named else f"{chosen} comes first"
             reasons.append((row.name, reason))
@@ -130,13 +152,29 @@ def offers(device: Device) -> list[tuple[Row, Backend, str | None]]:
     return [(row, load(row.name), load(row.name).unavailable(device)) for row in rows]
 
 
+def computed(backend: Backend, operation: Operation[Any], device: Device) -> list[tuple[str, DType]]:
+    """The variants and operand types of an operation that a backend computes on a device; runs the self-checks that have not
+    run yet. Nothing where it cannot run, or follows no contract."""
+    implementation = backend.implementations.get(operation.problem)
+    if implementation is None or not backend.deterministic or backend.unavailable(device) is not None:
+        return []
+    return [
+        (variant, dtype)
+        for variant, dtypes in operation.variants.items()
+        for dtype in dtypes
+        if implementation.refuses(operation.example(variant, dtype, device)) is None
+    ]
+
+
 def offered(contract: Contract, dtype: DType, device: Device, name: str | None) -> bool:
     """Whether a backend that dispatch may choose, or the one named, computes products by a contract on a device."""
-    element = TensorView(0, (1, 1), (1, 1), dtype, device)
-    problem = gemm_problem(contract, element, element, element, None, False)
+    problem = GEMM.example(contract.name, dtype, device)
     for row in TABLE:
         if device.kind in row.devices if row.name == name else name is None and row.chosen_on(device.kind):
             backend = load(row.name)
-            if "gemm" in row.ops and backend.unavailable(device) is None and backend.refuses(problem) is None:
+            implementation = backend.implementations.get(GEMM.problem)
+            if implementation is None or backend.unavailable(device) is not None:
+                continue
+            if implementation.refuses(problem) is None:
                 return True
     return False

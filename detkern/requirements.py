@@ -78,7 +78,6 @@ class Row:
     """A backend: the module whose `BACKEND` it is, and what it needs.
 
     devices:    the kinds of device that it serves.
-    ops:        the methods that it has.
     dispatched: whether dispatch may choose it; else only `backend=` does.
     named_on:   kinds of device on which only `backend=` chooses it.
     packages:   what must be installed.
@@ -90,7 +89,6 @@ class Row:
     name: str
     module: str
     devices: tuple[str, ...]
-    ops: tuple[str, ...]
     dispatched: bool = True
     named_on: tuple[str, ...] = ()
     packages: tuple[Package, ...] = ()
@@ -187,11 +185,11 @@ _TORCH_NPU = Package("torch_npu", "torch_npu", "pip install the torch-npu of you
 # In order of preference on a device that several serve.
 TABLE: tuple[Row, ...] = (
     Row(
-        "cpu", "detkern.cpu.backend", ("cpu",), ("gemm", "block_scaled_gemm", "column_sum", "rows"),
+        "cpu", "detkern.cpu.backend", ("cpu",),
         offers=tuple(Offer(contract, ("cpu",)) for contract in CONTRACTS.values()),
     ),
     Row(
-        "cuda", "detkern.cu.backend", ("cuda",), ("gemm", "column_sum", "rows"),
+        "cuda", "detkern.cu.backend", ("cuda",),
         packages=(_CUPY,),
         capability=(8, 0),  # cp.async, ldmatrix and bf16 tensor cores begin here
         offers=(
@@ -203,7 +201,7 @@ TABLE: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "triton", "detkern.triton.backend", ("cuda", "rocm"), ("gemm", "column_sum"),
+        "triton", "detkern.triton.backend", ("cuda", "rocm"),
         packages=(Package("torch", "PyTorch", _TRITON_INSTALL), Package("triton", "Triton", _TRITON_INSTALL)),
         capability=(8, 0),  # bf16 begins here
         # A self-check decides on each device which of these tl.dot and the compiler keep.
@@ -216,19 +214,19 @@ TABLE: tuple[Row, ...] = (
     ),
     # On host memory their kernels, compiled for the host against emulation headers, run. Raw pointers need no package.
     Row(
-        "musa", "detkern.npu.musa", ("musa", "cpu"), ("gemm", "column_sum"),
+        "musa", "detkern.npu.musa", ("musa", "cpu"),
         named_on=("cpu",),
         framework=_TORCH_MUSA,
         offers=(Offer(FMA, ("musa", "cpu")), Offer(TREE, ("musa", "cpu"))),
     ),
     Row(
-        "ascend", "detkern.npu.ascend", ("ascend", "cpu"), ("gemm", "column_sum"),
+        "ascend", "detkern.npu.ascend", ("ascend", "cpu"),
         named_on=("cpu",),
         framework=_TORCH_NPU,
         # The vector unit multiplies, then adds: no fused multiply-add of binary32 operands can be made of that.
         offers=(Offer(FMA, ("ascend", "cpu"), types=(F16, BF16)), Offer(TREE, ("ascend", "cpu"))),
     ),
-    Row("native", "detkern.native", ("cpu", "cuda"), ("gemm",), dispatched=False),
+    Row("native", "detkern.native", ("cpu", "cuda"), dispatched=False),
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from . import registry
 from .call import Call
 from .errors import ArgumentError
-from .plan_rows import plan_rows
-from .problem import RowKind
+from .operations.rows.checks import plan_rows
+from .operations.rows.problem import RowKind
 from .tensors import dtype_argument
 
 __all__ = [
@@ -190,7 +190,7 @@ def _run(
     call = Call(operands, out)
     a = call.views[0]
     b = call.views[1] if len(operands) > 1 else None
-    plan = plan_rows(
+    planned = plan_rows(
         kind,
         tuple(name for _, name in operands),
         a,
@@ -200,9 +200,4 @@ def _run(
         None if out_dtype is None else dtype_argument(out_dtype),
         backend,
     )
-    result = call.result(plan.shape, plan.strides, plan.dtype)
-    if not plan.empty:
-        call.begin()
-        plan.backend.rows(plan.problem, a, b, result, call.execution)
-        call.end()
-    return call.finish()
+    return call.complete(planned)

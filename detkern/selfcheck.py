@@ -1,9 +1,10 @@
-"""The check of a device on which a contract has not been seen: hostile operands, bit for bit against the CPU replay.
+"""The check of a device on which something has not been seen: hostile operands, bit for bit against the CPU replay.
 
 The arithmetic of a tensor core may differ (the generations do, the makers do), and so may what a compiler makes of a kernel;
-so a contract is offered on a device only after this check, which runs once per device, driver and kernel source; its
-outcome is kept on disk. One differing bit refuses the contract there. A backend may leave it out on devices where its
-kernels and the replay were compared at length before release. What backends say of a check is worded here too.
+so a variant of an operation (a contract, a kind of rows) is offered on a device only after this check, which runs once per
+device, driver and kernel source; its outcome is kept on disk. One differing bit refuses it there. A backend may leave the
+check out on devices where its kernels and the replay were compared at length before release. What backends say of a check is
+worded here too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,50 +21,61 @@ import numpy as np
 import numpy.typing as npt
 
 from . import cache, operands
+from .backend import Implementation
 from .contracts import Contract
-from .cpu import numpy_replay, numpy_rows
-from .cpu.float_environment import default_float_environment
-from .dtypes import F32, DType, from_numpy
-from .errors import ArgumentError, DetkernError
-from .problem import RowKind
+from .dtypes import DType
+from .errors import DetkernError
+from .operations.memory import host_view
+from .operations.operation import Operation, Sample, replayed
+from .tensors.execution import Execution
+from .tensors.view import TensorView
 
 __all__ = [
-    "COLUMN_SUM",
     "CheckedDevice",
+    "Compute",
     "Outcome",
+    "Place",
     "check",
-    "check_column_sum",
-    "check_rows",
-    "column_sum_outcome",
+    "computed_at",
     "known_outcome",
     "known_to_differ",
     "outcome",
     "refusal",
     "reports",
-    "rows_outcome",
-    "types_of",
     "unfinished",
 ]
 
-Array = npt.NDArray[Any]
-# (contract, a [M, K], b [K, N], float32 initial [M, N] or None) -> out [M, N], float32 with an initial, else as a.
-Product = Callable[[Contract, Array, Array, Array | None], Array]
-# (dc [M, N], float32 initial [N] or None) -> out [N], float32 with an initial, else as dc.
-ColumnSum = Callable[[Array, Array | None], Array]
-
-# (kind, a, b or None, width) -> the result in float32, [M] or [M, N].
-Rows = Callable[[RowKind, Array, Array | None, int], Array]
-
-# The name under which the bias gradient is kept: no product's contract.
-COLUMN_SUM = "column_sum"
+# A sample's result on the device, as NumPy.
+Compute = Callable[[Sample], npt.NDArray[Any]]
 
 # A change of what is checked makes older outcomes void.
 _VERSION = 1
-_M, _N = 48, 40
-_DEPTHS = (8, 33, 128, 515)
-# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a cluster.
-_ROWS = ((16, 1), (16, 67), (16, 128), (16, 600))
-_WIDE_ROWS = ((5, 4096), (3, 9001), (2, 20_011))
+
+
+class Place(Protocol):
+    """Memory on a device for NumPy arrays, and a stream. put copies, fetch waits."""
+
+    execution: Execution
+
+    def new(self, shape: tuple[int, ...], dtype: DType) -> TensorView: ...
+    def put(self, array: npt.NDArray[Any], dtype: DType) -> TensorView: ...
+    def fetch(self, view: TensorView) -> npt.NDArray[Any]: ...
+
+
+def computed_at(
+    place: Place, operation: Operation[Any], implementation: Implementation[Any], sample: Sample
+) -> npt.NDArray[Any]:
+    """A sample's result by an implementation, computed where `place` is.
+
+    Raises ArgumentError where an array has no element type of detkern's.
+    """
+    operands = tuple(None if array is None else place.put(array, host_view(array).dtype) for array in sample.operands)
+    start = sample.initial
+    out = place.new(sample.shape, sample.dtype) if start is None else place.put(start, sample.dtype)
+    problem = operation.problem_of(sample, operands, out)
+    if 0 not in sample.shape:
+        implementation.prepare(problem, place.execution)(problem.m, operands, out, place.execution)
+    return place.fetch(out)
 
 
 class CheckedDevice(Protocol):
@@ -95,54 +107,12 @@ class Outcome:
         return f"{name} for {operand.short} on {device} {self}" if self.differing else None
 
 
-def check(contract: Contract, operand: DType, product: Product) -> Outcome:
-    """Compare `product` with the replay on every kind of operands, from +0 and from a starting accumulator."""
-
-    def cases() -> Iterator[tuple[str, Array, Array]]:
-        for number, kind in enumerate(operands.KINDS):
-            for k in _DEPTHS:
-                a = operands.generate(kind, operand, (_M, k), 2 * number)
-                b = operands.generate(kind, operand, (k, _N), 2 * number + 1)
-                for initial in (None, operands.generate(kind, F32, (_M, _N), number)):
-                    with default_float_environment():
-                        expected = numpy_replay.gemm(contract, a, b, initial=initial)
-                    yield f"{kind} operands, k={k}, from {_start(initial)}", expected, product(contract, a, b, initial)
-
-    return _compared(cases(), "element [{}, {}]")
-
-
-def check_column_sum(operand: DType, column_sum: ColumnSum) -> Outcome:
-    """Compare `column_sum` with the replay on every kind of operands, from +0 and from a starting accumulator."""
-
-    def cases() -> Iterator[tuple[str, Array, Array]]:
-        for number, kind in enumerate(operands.KINDS):
-            for m in _DEPTHS:
-                dc = operands.generate(kind, operand, (m, _N), number)
-                for initial in (None, operands.generate(kind, F32, (_N,), number)):
-                    with default_float_environment():
-                        expected = numpy_replay.column_sum(dc, initial=initial)
-                    yield f"{kind} operands, m={m}, from {_start(initial)}", expected, column_sum(dc, initial)
-
-    return _compared(cases(), "column {}")
-
-
-def types_of(array: Array, initial: Array | None, argument: str) -> tuple[DType, DType]:
-    """The types of an operand that a check hands over, and of the result that it wants."""
-    operand = from_numpy(array.dtype)
-    if operand is None:
-        raise ArgumentError(f"{argument} of {array.dtype} has no kernel")
-    return operand, operand if initial is None else F32
-
-
-def _start(initial: Array | None) -> str:
-    return "zero" if initial is None else "an accumulator"
-
-
-def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
-    """The outcome over (what was computed, the replay's result, the kernel's). place: names an element by its indices."""
+def check(operation: Operation[Any], variant: str, operand: DType, compute: Compute) -> Outcome:
+    """Compare `compute` with the replay on the operation's own cases, which reach every kind of operands."""
     elements = differing = 0
     example = ""
-    for about, expected, got in cases:
+    for sample in operation.cases(variant, operand):
+        expected, got = replayed(operation, sample), compute(sample)
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         wanted, found = expected.view(bits), got.view(bits)
         wrong = np.argwhere(wanted != found)
@@ -150,30 +120,8 @@ def _compared(cases: Iterable[tuple[str, Array, Array]], place: str) -> Outcome:
         differing += len(wrong)
         if len(wrong) and not example:
             first = tuple(map(int, wrong[0]))
-            example = f"{about}, {place.format(*first)}: {found[first]:#x}, not {wanted[first]:#x}"
+            example = f"{sample.about}, element {list(first)}: {found[first]:#x}, not {wanted[first]:#x}"
     return Outcome(elements, differing, example)
-
-
-def check_rows(kind: RowKind, operand: DType, rows: Rows) -> Outcome:
-    """Compare `rows` with the replay on every kind of operands and on rows of softmax's own range."""
-
-    def cases() -> Iterator[tuple[str, Array, Array]]:
-        for number, name in enumerate(("logits", *operands.KINDS)):
-            for shape in _ROWS + _WIDE_ROWS * (name in ("logits", "bits")):
-                if name == "logits":
-                    a = (8 * operands.generate("normal", F32, shape, number)).astype(operand.numpy)
-                else:
-                    a = operands.generate(name, operand, shape, number)
-                if kind.spreads:
-                    a = np.ascontiguousarray(a[:, 0])
-                b = None
-                if kind.operands == 2:
-                    b = operands.generate("normal" if name == "logits" else name, operand, shape, number + 100)
-                with default_float_environment():
-                    expected = numpy_rows.rows(kind, a, b, width=shape[1], out_dtype=F32)
-                yield f"{name} operands, n={shape[1]}", expected, rows(kind, a, b, shape[1])
-
-    return _compared(cases(), "row {}" if kind.reduces else "element [{}, {}]")
 
 
 _outcomes: dict[tuple[CheckedDevice, str, DType, str], Outcome] = {}
@@ -208,24 +156,24 @@ def known_outcome(
 
 
 def outcome(
-    device: CheckedDevice, contract: Contract, operand: DType, backend: str, digest: str, product: Product
+    device: CheckedDevice,
+    operation: Operation[Any],
+    variant: str,
+    operand: DType,
+    backend: str,
+    digest: str,
+    compute: Compute,
 ) -> Outcome:
-    """The outcome on a device: found earlier, or the check run now. What `product` raises comes through and is not kept."""
-    return _outcome(device, contract.name, operand, backend, digest, lambda: check(contract, operand, product))
-
-
-def column_sum_outcome(
-    device: CheckedDevice, operand: DType, backend: str, digest: str, column_sum: ColumnSum
-) -> Outcome:
-    """The bias gradient's outcome on a device, likewise."""
-    return _outcome(device, COLUMN_SUM, operand, backend, digest, lambda: check_column_sum(operand, column_sum))
-
-
-def rows_outcome(
-    device: CheckedDevice, kind: RowKind, operand: DType, backend: str, digest: str, rows: Rows
-) -> Outcome:
-    """A row operation's outcome on a device, likewise."""
-    return _outcome(device, kind.label, operand, backend, digest, lambda: check_rows(kind, operand, rows))
+    """The outcome on a device: found earlier, or the check run now. What `compute` raises comes through and is not kept."""
+    with _lock:
+        found = known_outcome(device, variant, operand, backend, digest)
+        if found is None:
+            found = check(operation, variant, operand, compute)
+            about = {"device": device.name, "driver": device.driver, "contract": variant, "operand": operand.name}
+            path = _path(device, variant, operand, backend, digest)
+            cache.keep(path, json.dumps(about | asdict(found), indent=2).encode())
+            _outcomes[device, variant, operand, digest] = found
+    return found
 
 
 def known_to_differ(device: CheckedDevice, contract: Contract | str, operand: DType, backend: str, digest: str) -> bool:
@@ -254,17 +202,3 @@ def reports(device: CheckedDevice, checks: Iterable[tuple[Contract | str, DType,
         found = known_outcome(device, contract, operand, backend, digest)
         result[f"self-check of {contract} {operand.short}"] = "not run yet" if found is None else str(found)
     return result
-
-
-def _outcome(
-    device: CheckedDevice, name: str, operand: DType, backend: str, digest: str, run: Callable[[], Outcome]
-) -> Outcome:
-    with _lock:
-        found = known_outcome(device, name, operand, backend, digest)
-        if found is None:
-            found = run()
-            about = {"device": device.name, "driver": device.driver, "contract": name, "operand": operand.name}
-            path = _path(device, name, operand, backend, digest)
-            cache.keep(path, json.dumps(about | asdict(found), indent=2).encode())
-            _outcomes[device, name, operand, digest] = found
-    return found

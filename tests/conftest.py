@@ -15,8 +15,10 @@ import pytest
 
 import detkern
 from detkern.contracts import Contract
-from detkern.cpu import backend, numpy_replay
+from detkern.cpu import backend
 from detkern.dtypes import F32, DType, from_numpy
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
 
 
 @cache
@@ -43,7 +45,7 @@ class NumpyImplementation:
     """The contracts in NumPy."""
 
     gemm = staticmethod(numpy_replay.gemm)
-    block_scaled_gemm = staticmethod(numpy_replay.block_scaled_gemm)
+    block_scaled_gemm = staticmethod(replayed_block_scaled)
 
 
 class CppImplementation:

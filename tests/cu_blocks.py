@@ -14,7 +14,6 @@ import pytest
 from detkern.abi import mirror
 from detkern.backend import Execution
 from detkern.cu.device import CudaDevice
-from detkern.plan_cache import PlanCache
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 1)
@@ -60,7 +59,6 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: ModuleType, block_bytes: i
     monkeypatch.setattr(runtime, "getDevice", lambda: 1)
     monkeypatch.setattr(module, "describe", lambda index: device)
     monkeypatch.setattr(module, "load_function", lambda *_: Function)
-    monkeypatch.setattr(module._launcher, "plans", PlanCache(1024))
     return calls
 
 

@@ -19,7 +19,7 @@ from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dtypes import BF16, E4M3, DType, from_numpy
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)
@@ -197,9 +197,13 @@ def run(
     execution = Execution(DEVICE, stream, memory)
     facts = describe(DEVICE.index)
     if tile is None and loads is None and grid is None:
-        launch.launch(problem, a, b, out, bias, execution)
-        plan = launch._plans.get(problem)  # none of a product that launches nothing
-        return geometry.choose(problem, facts.capability, facts.multiprocessors) if plan is None else plan.launch
+        if 0 not in out.shape:
+            launches = launch.Launches(problem)
+            launches(problem.m, (a, b, bias), out, execution)
+            plan = launches.plans.get(problem.m)
+            assert plan is not None
+            return plan.launch
+        return geometry.choose(problem, facts.capability, facts.multiprocessors)
     tile = tile or geometry.choose(problem, facts.capability, facts.multiprocessors).tile
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors, loads)
     if grid is not None:

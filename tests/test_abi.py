@@ -23,7 +23,7 @@ from detkern.contracts import CONTRACTS
 from detkern.cpu import compiled
 from detkern.dtypes import DTYPES
 from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DeviceError
-from detkern.problem import RowKind
+from detkern.operations.rows.problem import RowKind
 
 HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {

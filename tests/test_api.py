@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import ml_dtypes
@@ -13,8 +14,10 @@ import detkern
 from detkern import config, operands
 from detkern.api import block_scaled_gemm
 from detkern.contracts import CONTRACTS, get_contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.plan_cache import PlanCache
 
 NAMES = tuple(FRAMEWORKS)
 OPERANDS = (F32, F16, BF16)
@@ -172,13 +175,20 @@ def test_k_zero_accumulates_nothing() -> None:
     assert bits(out).tolist() == [[0, 0x40200000, 0x7FFFFFFF]]
 
 
-def test_empty_results_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cpu.backend import CpuBackend
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has everything that would prepare or run a product on the CPU fail."""
+    from detkern import plan, registry
+    from detkern.operations.gemm.problem import GemmProblem
 
     def launched(*_: object) -> None:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(CpuBackend, "gemm", launched)
+    plan.forget_plans()
+    monkeypatch.setattr(registry.load("cpu").implementations[GemmProblem], "prepare", launched)
+
+
+def test_empty_results_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing_runs(monkeypatch)
     assert detkern.gemm(np.ones((0, 3), np.float32), np.ones((3, 2), np.float32)).shape == (0, 2)
     assert detkern.linear(np.ones((2, 0, 3), np.float32), np.ones((2, 3), np.float32)).shape == (2, 0, 2)
     with pytest.raises(AssertionError, match="launched"):
@@ -263,24 +273,17 @@ def test_block_scaled(name: str) -> None:
         a, b = normal((3, 256), left, 1), normal((256, 4), right, 2)
         scale_a, scale_b = normal((3, 2), F32, 3), normal((2, 4), F32, 4)
         c = block_scaled_gemm(f.make(a), f.make(scale_a), f.make(b), f.make(scale_b))
-        assert same(f.read(c), numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b))
+        assert same(f.read(c), replayed_block_scaled(a, scale_a, b, scale_b))
     out = np.ones((3, 4), np.float32)
     one = np.broadcast_to(np.float32(0.5), (3, 2))
     assert block_scaled_gemm(a, one, b, scale_b, out=out, accumulate=True) is out
-    expected = numpy_replay.block_scaled_gemm(
-        a, np.ascontiguousarray(one), b, scale_b, initial=np.ones((3, 4), np.float32)
-    )
+    expected = replayed_block_scaled(a, np.ascontiguousarray(one), b, scale_b, initial=np.ones((3, 4), np.float32))
     assert same(out, expected)
     assert block_scaled_gemm(a[:0], one[:0], b, scale_b).shape == (0, 4)
 
 
 def test_explain_says_what_would_run_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cpu.backend import CpuBackend
-
-    def launched(*_: object) -> None:
-        raise AssertionError("launched")
-
-    monkeypatch.setattr(CpuBackend, "gemm", launched)
+    nothing_runs(monkeypatch)
     field = np.zeros((4, 8), [("flag", "u1"), ("value", "f4")])["value"]
     out = np.ones((4, 3), np.float32)
     said = detkern.explain(field, np.ones((8, 3), np.float32), out=out)
@@ -398,11 +401,12 @@ def test_eight_threads_at_once() -> None:
 
 def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     from detkern import plan
+    from detkern.operations.gemm import checks
 
     plan.forget_plans()
     made = []
-    original = plan._make_plan
-    monkeypatch.setattr(plan, "_make_plan", lambda *arguments: made.append(1) or original(*arguments))
+    original = checks._make
+    monkeypatch.setattr(checks, "_make", lambda *arguments: made.append(1) or original(*arguments))
     for seed in range(5):
         detkern.gemm(normal((3, 8), F32, seed), normal((8, 2), F32, seed))
     assert len(made) == 1
@@ -415,7 +419,61 @@ def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -
     detkern.gemm(a, a, trans_b=True)
     detkern.gemm(a, b, out_dtype="f16")
     assert len(made) == 5
-    monkeypatch.setattr(plan, "_KEPT", 4)
+    # The number of rows is an argument, but for one row, which has no stride.
+    x, w = normal((3, 40, 8)), normal((8, 2))
     for m in range(1, 20):
-        detkern.gemm(normal((m, 8)), normal((8, 2)))
-    assert len(plan._plans) <= 4
+        detkern.gemm(normal((m, 8)), w)
+        assert detkern.gemm(x[:, :m].copy(), w).shape == (3, m, 2)
+    assert len(made) == 6
+    # The same layout said in another way.
+    assert same(detkern.linear(normal((5, 8)), w.T), detkern.gemm(normal((5, 8)), w))
+    assert len(made) == 6
+    # Where no one stride leads through the rows, and in batches, it is a part of the layout.
+    for m in range(2, 5):
+        assert same(detkern.gemm(x[:, :m], w), detkern.gemm(x[:, :m].copy(), w))
+        detkern.gemm(normal((2, m, 8)), normal((2, 8, 2)))
+    assert len(made) == 12
+
+
+def test_varying_sizes_drive_out_no_plan_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern import plan, registry
+    from detkern.operations.gemm import checks
+
+    monkeypatch.setattr(checks, "plans", PlanCache(8))
+    monkeypatch.setattr(plan, "plans", checks.plans)
+    a, b = normal((3, 8)), normal((8, 2))
+    selected = []
+    real = registry.select
+    monkeypatch.setattr(registry, "select", lambda *given: selected.append(given[0].k) or real(*given))
+    for k in range(9, 60):
+        detkern.gemm(a, b)
+        detkern.gemm(normal((3, k)), normal((k, 2)))  # the batch of a weight's gradient is its K
+    assert selected == [8, *range(9, 60)]
+    assert len(checks.plans) <= 8
+
+
+def test_explain_of_every_operation_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern import plan, registry
+    from detkern.operations.table import OPERATIONS
+
+    def launched(*_: object) -> None:
+        raise AssertionError("launched")
+
+    plan.forget_plans()
+    for operation in OPERATIONS:
+        monkeypatch.setattr(registry.load("cpu").implementations[operation.problem], "prepare", launched)
+        for variant, dtypes in operation.variants.items():
+            call = operation.call(variant)
+            sample = next(s for s in operation.samples(variant, dtypes[0], "normal", 1) if s.initial is None)
+            named = [(x, name) for x, name in zip(sample.operands, call.operands, strict=True) if x is not None]
+            settings = {**call.settings, **call.sized(sample.shape)}
+            function = getattr(importlib.import_module(call.module), call.name)
+            said = detkern.explain(function, *(x for x, _ in named), **settings)
+            assert (said.backend, said.contract) == ("cpu", variant)
+            assert variant in said.kernel
+            with pytest.raises(detkern.DTypeError, match=named[0][1]):
+                detkern.explain(function, *(x.astype(np.int64) for x, _ in named), **settings)
+    plan.forget_plans()
+    with pytest.raises(detkern.ArgumentError, match="is no function of detkern's"):
+        detkern.explain(len, np.ones(3))
+    assert detkern.gemm(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), out=None, backend="native").sum() == 8

@@ -13,8 +13,8 @@ from oracles.cases import CASES, Case, cases
 from oracles.tensor_core import step_chain
 from oracles.tree import tree
 
+from detkern.arithmetic.tensor_core import tensor_core_step
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cpu.numpy_step import tensor_core_step
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from detkern.operands import KINDS, generate
 

@@ -201,7 +201,7 @@ def test_the_ends_of_a_result_are_looked_at() -> None:
 def test_problems_from_sizes_are_those_of_the_operands(index: int) -> None:
     """What is chosen and fitted without tensors is what runs with them."""
     from benchmarks import forced
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
 
     one = _small(1, index)
     each = Pool([one], 4096, "cpu").sets(one)[1]

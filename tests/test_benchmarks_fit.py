@@ -176,8 +176,10 @@ def test_without_a_gpu_it_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(fit.timing, "missing", lambda: "there is no CUDA device")
     monkeypatch.setattr(sys, "argv", ["fit", "--log", str(tmp_path / "log")])
-    assert fit.main() == 1
-    assert "there is no CUDA device" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        fit.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "cannot run here: there is no CUDA device\n"
     assert not (tmp_path / "log").exists()
 
 

@@ -17,7 +17,7 @@ from benchmarks import forced, shapes, tune
 from benchmarks.operands import Operands
 from benchmarks.shapes import Layer, Product, Shapes
 from detkern.cu import geometry, tuned
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 
 LAYER = Layer("model", "layer", 1000, 4104)
 

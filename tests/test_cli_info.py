@@ -17,9 +17,8 @@ from click.testing import CliRunner
 import detkern
 from detkern import config, registry
 from detkern.cli.main import main
-from detkern.contracts import CONTRACTS, FMA
+from detkern.contracts import CONTRACTS
 from detkern.cpu.backend import CpuBackend
-from detkern.dtypes import BF16
 from detkern.tensors import Device
 
 
@@ -93,9 +92,6 @@ def test_a_missing_compiler_and_cache_are_explained(monkeypatch: pytest.MonkeyPa
 
 def test_what_a_backend_says_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class Talking(CpuBackend):
-        def contracts(self, device: Device) -> Any:
-            return [(FMA, BF16)]
-
         def facts(self, device: Device) -> dict[str, str]:
             return {"self-check": f"passed on {device}"}
 
@@ -107,9 +103,9 @@ def test_what_a_backend_says_about_itself(monkeypatch: pytest.MonkeyPatch) -> No
         module = types.ModuleType(f"{name}_backend")
         module.BACKEND = backend  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"{name}_backend", module)
-        row = registry.Row(name, f"{name}_backend", ("cpu",), ("gemm",), dispatched=False)
+        row = registry.Row(name, f"{name}_backend", ("cpu",), dispatched=False)
         monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, row))
-    unwritten = registry.Row("unwritten", "detkern.no_such_module", ("cpu",), ("gemm",), dispatched=False)
+    unwritten = registry.Row("unwritten", "detkern.no_such_module", ("cpu",), dispatched=False)
     monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, unwritten))
     registry.load.cache_clear()
     try:

@@ -17,13 +17,14 @@ from oracles import rational
 import detkern
 from detkern import ArgumentError, ContractUnsupported, config
 from detkern.abi import mirror
-from detkern.abi.descriptors import column_sum_descriptor
+from detkern.abi.descriptors import column_sum_descriptors
 from detkern.abi.library import Library
-from detkern.cpu import backend, numpy_replay
+from detkern.cpu import backend
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operands import KINDS, generate
-from detkern.plan import plan_column_sum
-from detkern.problem import column_sum_problem
+from detkern.operations.bias_gradient.checks import plan_column_sum
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.tensors import Device, TensorView
 
 DTYPES = (F32, F16, BF16)
@@ -199,6 +200,19 @@ def test_rows_may_be_cut_anywhere(data: st.DataObject, dtype: DType, kind: str) 
     assert same(out, detkern.bias_gradient(dc, out_dtype="f32"))
 
 
+def test_a_call_without_rows_leaves_no_plan_for_those_with_rows() -> None:
+    from detkern import plan
+
+    dc = generate("normal", F32, (5, 3), 1)
+    expected = replayed_column_sum(dc)
+    for function, want in ((detkern.bias_gradient, expected), (lambda x: detkern.rows.sum(x.T), None)):
+        plan.forget_plans()
+        function(dc[:0])
+        got = function(dc)
+        plan.forget_plans()
+        assert same(got, function(dc) if want is None else want)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_column_knows_nothing_of_the_others(data: st.DataObject, dtype: DType) -> None:
@@ -249,7 +263,7 @@ def test_rows_that_cannot_be_counted_are_refused() -> None:
 
 
 def test_native_is_refused() -> None:
-    with pytest.raises(ContractUnsupported, match="has no column_sum; it has gemm"):
+    with pytest.raises(ContractUnsupported, match="has no bias_gradient; it has gemm"):
         detkern.bias_gradient(np.ones((2, 2), np.float32), backend="native")
 
 
@@ -258,7 +272,7 @@ def test_the_library_checks_descriptors_itself() -> None:
     assert isinstance(library, Library)
     dc, out = np.ones((2, 2), np.float32), np.zeros(2, np.float32)
     problem = column_sum_problem(view((2, 2), (2, 1)), view((2,), (1,)), False)
-    good = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptor(problem))
+    good = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptors(problem)[0][0])
     good.dc, good.out = dc.ctypes.data, out.ctypes.data
     library.column_sum(good)
     assert out.tolist() == [2, 2]
@@ -286,14 +300,15 @@ def test_the_library_checks_descriptors_itself() -> None:
 
 def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = column_sum_problem(view((2, 2), (2, 1)), view((2,), (1,)), False)
-    assert backend.BACKEND.kernel(problem).name.startswith("c++ column_sum (")
-    assert backend.BACKEND.refuses(problem) is None
+    sums = backend.BACKEND.implementations[type(problem)]
+    assert sums.explain(problem).name.startswith("c++ bias_gradient (")
+    assert sums.refuses(problem) is None
     monkeypatch.setattr(backend, "library", lambda: None)
-    assert backend.BACKEND.kernel(problem).name == "numpy column_sum"
+    assert sums.explain(problem).name == "numpy bias_gradient"
 
 
 def test_the_replay_refuses_what_it_cannot_add() -> None:
     with pytest.raises(ContractUnsupported, match="float64"):
-        numpy_replay.column_sum(np.ones((2, 2)))
+        replayed_column_sum(np.ones((2, 2)))
     with pytest.raises(detkern.ShapeError):
-        numpy_replay.column_sum(np.float32(1).reshape(()))
+        replayed_column_sum(np.float32(1).reshape(()))

@@ -18,13 +18,16 @@ from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.descriptors import gemm_descriptors
 from detkern.abi.library import Library
+from detkern.arithmetic.tensor_core import tensor_core_step
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract, TensorCoreStep
-from detkern.cpu import backend, compiled, numpy_replay
-from detkern.cpu.numpy_step import tensor_core_step
+from detkern.cpu import backend, compiled
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 from detkern.errors import ArgumentError, ContractUnsupported, DeviceError
-from detkern.problem import GemmProblem, block_scaled_problem, gemm_problem
+from detkern.operations.block_scaled.problem import BlockScaledProblem, block_scaled_problem
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 CPU = Device("cpu")
@@ -67,8 +70,10 @@ def gemm(
     a, b = (np.broadcast_to(x, (*out.shape[:-2], *x.shape[-2:])) for x in (a, b))
     views = (view(a), view(b), view(out), None if bias is None else view(bias))
     problem = gemm_problem(contract, *views, initial is not None)
-    assert backend.BACKEND.refuses(problem) is None
-    backend.BACKEND.gemm(problem, *views, EXECUTION)
+    products = backend.BACKEND.implementations[GemmProblem]
+    assert products.refuses(problem) is None
+    a_view, b_view, out_view, bias_view = views
+    products.prepare(problem, EXECUTION)(problem.m, (a_view, b_view, bias_view), out_view, EXECUTION)
     return out
 
 
@@ -77,8 +82,9 @@ def block_scaled(
 ) -> np.ndarray:
     views = tuple(view(array) for array in (a, scale_a, b, scale_b, out))
     problem = block_scaled_problem(FP8_BLOCK128, *views, accumulate)
-    assert backend.BACKEND.refuses(problem) is None
-    backend.BACKEND.block_scaled_gemm(problem, *views, EXECUTION)
+    products = backend.BACKEND.implementations[BlockScaledProblem]
+    assert products.refuses(problem) is None
+    products.prepare(problem, EXECUTION)(problem.m, views[:4], views[4], EXECUTION)
     return out
 
 
@@ -235,9 +241,9 @@ def test_fp8_blocks(types: tuple[DType, DType]) -> None:
             initial = operands.generate("wide", F32, (m, n), 22)
             for out_dtype in (F32, F16, BF16):
                 got = block_scaled(a, scale_a, b, scale_b, np.empty((m, n), out_dtype.numpy))
-                want = numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b, out_dtype=out_dtype)
+                want = replayed_block_scaled(a, scale_a, b, scale_b, out_dtype=out_dtype)
                 assert differing(got, want) == 0, (blocks, kind, m, out_dtype)
-            want = numpy_replay.block_scaled_gemm(a, scale_a, b, scale_b, initial=initial)
+            want = replayed_block_scaled(a, scale_a, b, scale_b, initial=initial)
             for a_layout, b_layout in zip([a, *layouts(a)], [b, *layouts(b)], strict=True):
                 got = block_scaled(a_layout, scale_a.T.copy().T, b_layout, scale_b, initial.copy(), accumulate=True)
                 assert differing(got, want) == 0, (blocks, kind, m)
@@ -246,7 +252,7 @@ def test_fp8_blocks(types: tuple[DType, DType]) -> None:
     a, b = operands.generate("normal", types[0], (4, 256), 23), operands.generate("normal", types[1], (256, 5), 24)
     scales = np.broadcast_to(one, (4, 2)), np.broadcast_to(one, (2, 5))
     got = block_scaled(a, scales[0], b, scales[1], np.empty((4, 5), np.float32))
-    assert differing(got, numpy_replay.block_scaled_gemm(a, scales[0], b, scales[1])) == 0
+    assert differing(got, replayed_block_scaled(a, scales[0], b, scales[1])) == 0
 
 
 def test_numpy_serves_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,26 +291,29 @@ def test_what_the_backend_refuses_and_says() -> None:
         (problem_of(FP8_BLOCK128, E4M3, E4M3), ("block_scaled_gemm",)),
         (problem_of(FMA, F32, F32, E4M3), ("float32, float16 or bfloat16",)),
     ):
-        reason = backend.BACKEND.refuses(problem)
+        reason = backend.BACKEND.implementations[GemmProblem].refuses(problem)
         assert reason is not None
         assert all(word in reason for word in words), reason
     arrays = [
         np.empty(s, t) for s, t in (((2, 130), E4M3.numpy), ((2, 1), "f4"), ((130, 2), E4M3.numpy), ((1, 2), "f4"))
     ]
     scaled = block_scaled_problem(FP8_BLOCK128, *map(view, arrays), view(np.empty((2, 2), "f4")), False)
-    assert "multiple of 128, not 130" in (backend.BACKEND.refuses(scaled) or "")
+    assert "multiple of 128, not 130" in (backend.BACKEND.implementations[BlockScaledProblem].refuses(scaled) or "")
 
 
 def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "num_threads", 3)
-    kernel = backend.BACKEND.kernel(problem_of(MMA16, BF16, BF16))
+    kernel = backend.BACKEND.implementations[GemmProblem].explain(problem_of(MMA16, BF16, BF16))
     assert kernel.name.startswith("c++ mma16 (")
     assert "mma=" + kernel.tile in native_library.name
     assert kernel.geometry == "at most 3 threads"
     assert kernel.scratch_bytes == 0
-    assert "fma=" + backend.BACKEND.kernel(problem_of(TREE, BF16, BF16)).tile in native_library.name
+    assert (
+        "fma=" + backend.BACKEND.implementations[GemmProblem].explain(problem_of(TREE, BF16, BF16)).tile
+        in native_library.name
+    )
     monkeypatch.setattr(backend, "library", lambda: None)
-    assert backend.BACKEND.kernel(problem_of(FMA, F32, F32)).name == "numpy fma"
+    assert backend.BACKEND.implementations[GemmProblem].explain(problem_of(FMA, F32, F32)).name == "numpy fma"
 
 
 def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Library) -> None:

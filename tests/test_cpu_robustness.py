@@ -24,10 +24,11 @@ from test_cpu_backend import PAIRS, block_scaled, differing, gemm
 from detkern import config, operands, sealed
 from detkern.abi.build import Recipe, build, find_compiler
 from detkern.abi.library import Library
+from detkern.arithmetic.float_environment import default_float_environment
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
-from detkern.cpu import backend, compiled, numpy_replay, threads
-from detkern.cpu.float_environment import default_float_environment
+from detkern.cpu import backend, compiled, threads
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.operations.gemm import replay as numpy_replay
 
 TESTS = Path(__file__).parent
 SOURCES = Path(compiled.__file__).parent

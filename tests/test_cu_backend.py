@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern import config, operands, selfcheck
+from detkern import config, operands, registry, selfcheck
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cpu import numpy_replay
 from detkern.cu import backend as cuda
 from detkern.cu import device as cuda_device
-from detkern.cu import loader
+from detkern.cu import gemm as cuda_gemm
+from detkern.cu import implementation, loader
 from detkern.cu.device import CudaDevice
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm import operation as cases
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.operation import Sample
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)
@@ -34,6 +38,23 @@ def _problem(contract: Contract, dtype: DType) -> GemmProblem:
 
 def _replayed(contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
     return numpy_replay.gemm(contract, a, b, initial=initial)
+
+
+def _computes(monkeypatch: pytest.MonkeyPatch, product: Any) -> None:
+    """Has samples of products computed by product(contract, a, b, initial)."""
+
+    def computed(device: CudaDevice, operation: Any, implementation: Any, sample: Sample) -> Any:
+        assert product is not None, "no self-check is due"
+        assert (operation, implementation.operation) == (GEMM, GEMM)
+        a, b, bias = sample.operands
+        assert bias is None
+        return product(CONTRACTS[sample.variant], a, b, sample.initial)
+
+    monkeypatch.setattr(implementation, "computed", computed)
+
+
+def _refuses(made: cuda.CudaBackend, problem: GemmProblem) -> str | None:
+    return made.implementations[GemmProblem].refuses(problem)
 
 
 class Wrong:
@@ -55,22 +76,17 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., cuda.Cu
     monkeypatch.setattr(config, "cache_dir", tmp_path)
     monkeypatch.setattr(selfcheck, "_outcomes", {})
     # Every kind once, in a few elements, keeps the many checks of this file quick.
-    monkeypatch.setattr(selfcheck, "_DEPTHS", (8, 33))
-    monkeypatch.setattr(selfcheck, "_M", 5)
-    monkeypatch.setattr(selfcheck, "_N", 7)
+    monkeypatch.setattr(cases, "_DEPTHS", (8, 33))
+    monkeypatch.setattr(cases, "_M", 5)
+    monkeypatch.setattr(cases, "_N", 7)
 
     def make(capability: tuple[int, int], product: Any = None, driver: str = "1.0") -> cuda.CudaBackend:
         facts = CudaDevice(0, "Made-up GPU", "00", capability, 108, driver)
-        monkeypatch.setattr(cuda, "describe", lambda index: facts)
+        for module in (cuda, cuda_gemm):
+            monkeypatch.setattr(module, "describe", lambda index: facts)
         monkeypatch.setattr(cuda, "missing", lambda index: None)
-        made = cuda.CudaBackend()
-
-        def run(device: CudaDevice, *arguments: Any) -> Any:
-            assert product is not None, "no self-check is due"
-            return product(*arguments)
-
-        made.__dict__["_launch"] = types.SimpleNamespace(product=run)
-        return made
+        _computes(monkeypatch, product)
+        return cuda.CudaBackend()
 
     return make
 
@@ -92,10 +108,10 @@ def test_what_is_offered_on_which_capability(
 ) -> None:
     made = on(capability, _replayed)
     assert made.capability(DEVICE) == capability
-    assert made.contracts(DEVICE) == offered
+    assert set(registry.computed(made, GEMM, DEVICE)) == {(contract.name, dtype) for contract, dtype in offered}
     for contract in CONTRACTS.values():
         for dtype in contract.operands:
-            reason = made.refuses(_problem(contract, dtype))
+            reason = _refuses(made, _problem(contract, dtype))
             assert (reason is None) == ((contract, dtype) in offered)
             if reason is not None:
                 assert "fma (f32, f16, bf16)" in reason
@@ -103,24 +119,24 @@ def test_what_is_offered_on_which_capability(
 
 def test_a_refusal_says_what_is_needed_and_what_there_is(on: Callable[..., cuda.CudaBackend]) -> None:
     made = on((9, 0))
-    assert made.refuses(_problem(MMA8, F16)) == (
+    assert _refuses(made, _problem(MMA8, F16)) == (
         "mma8 needs compute capability 8.0 to 8.9 and cuda:0 (Made-up GPU) has 9.0; it has fma (f32, f16, bf16), "
         "tree (bf16, f16), mma16 (f16, bf16), tree-mma16 (bf16, f16)"
     )
-    assert "has no kernel here" in (made.refuses(_problem(FP8_BLOCK128, E4M3)) or "")
-    assert "mma16 does not take f32; it takes f16, bf16" in (made.refuses(_problem(MMA16, F32)) or "")
+    assert "has no kernel here" in (_refuses(made, _problem(FP8_BLOCK128, E4M3)) or "")
+    assert "mma16 does not take f32; it takes f16, bf16" in (_refuses(made, _problem(MMA16, F32)) or "")
 
 
 def test_hopper_needs_no_self_check_and_info_says_so(on: Callable[..., cuda.CudaBackend]) -> None:
     made = on((9, 0))
-    assert made.refuses(_problem(MMA16, BF16)) is None
+    assert _refuses(made, _problem(MMA16, BF16)) is None
     assert made.facts(DEVICE)["self-check"].startswith("not needed")
 
 
 def test_one_differing_bit_refuses_the_contract_and_info_shows_it(on: Callable[..., cuda.CudaBackend]) -> None:
     made = on((8, 0), Wrong(33))
     assert made.facts(DEVICE)["self-check of mma8 f16"] == "not run yet"
-    reason = made.refuses(_problem(MMA8, F16))
+    reason = _refuses(made, _problem(MMA8, F16))
     kinds = 2 * len(operands.KINDS)
     assert reason is not None
     assert (
@@ -137,43 +153,45 @@ def test_an_outcome_is_kept_for_the_device_and_driver(on: Callable[..., cuda.Cud
         return _replayed(*arguments)
 
     calls: list[Any] = []
-    assert on((8, 0), count).refuses(_problem(TREE, F16)) is None
+    assert _refuses(on((8, 0), count), _problem(TREE, F16)) is None
     first = len(calls)
     assert first == 4 * len(operands.KINDS)
     selfcheck._outcomes.clear()  # as another process would begin
     again = on((8, 0), count)
-    assert again.refuses(_problem(TREE, F16)) is None
+    assert _refuses(again, _problem(TREE, F16)) is None
     assert len(calls) == first
     assert "agrees with the CPU replay on" in again.facts(DEVICE)["self-check of tree f16"]
-    assert on((8, 0), count, driver="2.0").refuses(_problem(TREE, F16)) is None
+    assert _refuses(on((8, 0), count, driver="2.0"), _problem(TREE, F16)) is None
     assert len(calls) == 2 * first
 
 
 def test_a_refusal_is_kept_too(on: Callable[..., cuda.CudaBackend]) -> None:
-    assert on((8, 0), Wrong(8)).refuses(_problem(FMA, F32)) is not None
+    assert _refuses(on((8, 0), Wrong(8)), _problem(FMA, F32)) is not None
     selfcheck._outcomes.clear()
-    assert "differs" in (on((8, 0)).refuses(_problem(FMA, F32)) or "")
+    assert "differs" in (_refuses(on((8, 0)), _problem(FMA, F32)) or "")
 
 
 def test_a_damaged_outcome_is_found_again(on: Callable[..., cuda.CudaBackend], tmp_path: Path) -> None:
-    assert on((8, 0), _replayed).refuses(_problem(FMA, F16)) is None
+    assert _refuses(on((8, 0), _replayed), _problem(FMA, F16)) is None
     (kept,) = (tmp_path / "cuda").glob("selfcheck-*.json")
     assert json.loads(kept.read_text())["differing"] == 0
     kept.write_text("{")
     selfcheck._outcomes.clear()
-    assert on((8, 0), Wrong(8)).refuses(_problem(FMA, F16)) is not None
+    assert _refuses(on((8, 0), Wrong(8)), _problem(FMA, F16)) is not None
 
 
-def test_a_check_that_fails_to_run_is_no_answer(on: Callable[..., cuda.CudaBackend]) -> None:
+def test_a_check_that_fails_to_run_is_no_answer(
+    on: Callable[..., cuda.CudaBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any) -> Any:
         raise DeviceError("out of memory")
 
     made = on((8, 0), broken)
-    assert made.refuses(_problem(FMA, F32)) == (
+    assert _refuses(made, _problem(FMA, F32)) == (
         "the self-check of fma for f32 on cuda:0 (Made-up GPU) did not finish: out of memory"
     )
-    made.__dict__["_launch"] = types.SimpleNamespace(product=lambda device, *arguments: _replayed(*arguments))
-    assert made.refuses(_problem(FMA, F32)) is None
+    _computes(monkeypatch, _replayed)
+    assert _refuses(made, _problem(FMA, F32)) is None
 
 
 def test_the_check_reaches_starting_accumulators_and_every_kind() -> None:
@@ -183,7 +201,7 @@ def test_the_check_reaches_starting_accumulators_and_every_kind() -> None:
         seen.append((a.shape, b.shape, initial is not None))
         return np.zeros((a.shape[0], b.shape[1]), F32.numpy if initial is not None else a.dtype)
 
-    outcome = selfcheck.check(FMA, F16, product)
+    outcome = selfcheck.check(GEMM, "fma", F16, lambda sample: product(FMA, *sample.operands[:2], sample.initial))
     assert outcome.differing > outcome.elements // 2
     assert len(seen) == 2 * len(operands.KINDS) * len({a[1] for a, _, _ in seen})
     assert sum(started for _, _, started in seen) == len(seen) // 2
@@ -191,7 +209,7 @@ def test_the_check_reaches_starting_accumulators_and_every_kind() -> None:
 
 def test_explain_names_kernel_tile_and_geometry(on: Callable[..., cuda.CudaBackend]) -> None:
     for capability, source in (((9, 0), "mma_wgmma.cu"), ((10, 0), "mma.cu")):
-        kernel = on(capability).kernel(_problem(MMA16, BF16))
+        kernel = on(capability).implementations[GemmProblem].explain(_problem(MMA16, BF16))
         assert kernel.name == f"mma16 ({source})"
         assert "a k-major, b mn-major" in kernel.tile
         assert "threads" in kernel.geometry
@@ -276,7 +294,7 @@ def test_why_a_device_is_missing(changes: dict[str, Any], index: int, reason: st
     assert made.unavailable(Device("cuda", index)) == reason
     assert made.capability(Device("cuda", index)) == ((9, 0) if reason is None else None)
     if reason is not None:
-        assert made.contracts(Device("cuda", index)) == []
+        assert registry.computed(made, GEMM, Device("cuda", index)) == []
         assert made.facts(Device("cuda", index)) == {}
 
 

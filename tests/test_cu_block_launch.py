@@ -11,10 +11,12 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cupy.cuda import driver, runtime
 
-from detkern.cu.block_launch import BlockLauncher, BlockPlan
+from detkern.backend import Execution
+from detkern.cu.block_launch import BlockPlan, BlockRun, launch
 from detkern.dtypes import F32
 from detkern.errors import BuildError
-from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.operation import Operands
 from detkern.tensors import Device, TensorView
 
 
@@ -34,47 +36,62 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
+DEVICE = Device("cuda", 1)
+
+
+def _none(size: int) -> TensorView:
+    raise AssertionError("no scratch is needed")
+
+
 def _problem(n: int) -> ColumnSumProblem:
-    device = Device("cuda", 1)
     return column_sum_problem(
-        TensorView(4096, (3, n), (n, 1), F32, device), TensorView(512, (n,), (1,), F32, device), False
+        TensorView(4096, (3, n), (n, 1), F32, DEVICE), TensorView(512, (n,), (1,), F32, DEVICE), False
     )
 
 
-def _launcher(made: list[tuple[int, int, str | None]]) -> BlockLauncher[ColumnSumProblem, str]:
-    def plan_for(problem: ColumnSumProblem, stream: int, chosen: str | None) -> BlockPlan:
-        made.append((problem.n, stream, chosen))
-        return BlockPlan(70 + problem.n, 4, 160, 99, (chosen or "own").encode())
-
-    return BlockLauncher(plan_for)
+def _head(operands: Operands, out: TensorView) -> bytes:
+    assert operands[0] is not None
+    return b"%d-%d" % (operands[0].pointer, out.pointer)
 
 
-def test_a_plan_is_made_once_for_a_problem(launches: list[tuple[Any, ...]]) -> None:
-    made: list[tuple[int, int, str | None]] = []
-    launcher = _launcher(made)
-    for n, stream in ((7, 9), (7, 10), (8, 9)):
-        launcher(_problem(n), b"head", stream, None)
-    assert made == [(7, 9, None), (8, 9, None)]
+def _run(made: list[tuple[int, int]]) -> BlockRun[ColumnSumProblem]:
+    def plan_for(problem: ColumnSumProblem, stream: int) -> BlockPlan:
+        made.append((problem.m, stream))
+        return BlockPlan(problem, 70 + problem.m, 4, 160, 99, b"own")
+
+    return BlockRun(_problem(7), plan_for, _head)
+
+
+def _view(pointer: int) -> TensorView:
+    return TensorView(pointer, (3, 7), (7, 1), F32, DEVICE)
+
+
+def test_a_plan_is_made_once_for_a_number_of_rows(launches: list[tuple[Any, ...]]) -> None:
+    made: list[tuple[int, int]] = []
+    run = _run(made)
+    for m, stream in ((3, 9), (3, 10), (8, 9), (3, 9)):
+        run(m, (_view(16),), _view(32), Execution(DEVICE, stream, _none))
+    assert made == [(3, 9), (8, 9)]
+    assert len(run.plans) == 2
     sizes = (4, 1, 1, 160, 1, 1, 99)
-    assert launches == [(77, sizes, 9, b"headown"), (77, sizes, 10, b"headown"), (78, sizes, 9, b"headown")]
+    assert launches == [
+        (function, sizes, stream, b"16-32own") for function, stream in ((73, 9), (73, 10), (78, 9), (73, 9))
+    ]
 
 
-def test_a_launch_that_was_asked_for_is_not_kept(launches: list[tuple[Any, ...]]) -> None:
-    made: list[tuple[int, int, str | None]] = []
-    launcher = _launcher(made)
-    for chosen in (None, "other", None, "other"):
-        launcher(_problem(7), b"", 9, chosen)
-    assert [chosen for _, _, chosen in made] == [None, "other", "other"]
-    assert [block for *_, block in launches] == [b"own", b"other", b"own", b"other"]
+def test_a_launch_that_was_asked_for(launches: list[tuple[Any, ...]]) -> None:
+    for chosen in (b"other", b"another"):
+        launch(_problem(7), lambda chosen=chosen: BlockPlan(_problem(7), 70, 4, 160, 99, chosen), b"head", 9)
+    assert [block for *_, block in launches] == [b"headother", b"headanother"]
 
 
 def test_a_kernel_that_does_not_compile_is_tried_again(launches: list[tuple[Any, ...]]) -> None:
     def refused(*_: Any) -> BlockPlan:
         raise BuildError("NVRTC refused it")
 
-    launcher: BlockLauncher[ColumnSumProblem, str] = BlockLauncher(refused)
+    run = BlockRun(_problem(7), refused, _head)
     for _ in range(2):
         with pytest.raises(BuildError):
-            launcher(_problem(7), b"", 9, None)
+            run(3, (_view(16),), _view(32), Execution(DEVICE, 9, _none))
     assert launches == []
-    assert len(launcher.plans) == 0
+    assert len(run.plans) == 0

@@ -3,6 +3,7 @@ launch on a driver that only takes notes, and what is offered where."""
 
 from __future__ import annotations
 
+import functools
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ import cu_blocks
 
 import detkern.cu
 from detkern import config, operands, selfcheck
-from detkern.cpu import numpy_replay
-from detkern.cu import column_sum
+from detkern.cu import column_sum, implementation
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
+from detkern.operations.operation import Sample, replayed
 from detkern.tensors import TensorView, contiguous_strides
 
 KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
@@ -117,13 +120,14 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _launches(monkeypatch)
     dc, out = _view((64, 104)), _view((104,), None, F32, 512)
     problem = column_sum_problem(dc, out, False)
+    run = column_sum.Sums().prepare(problem, cu_blocks.execution())
     for _ in range(2):
-        column_sum.launch(problem, dc, out, cu_blocks.execution())
+        run(64, (dc,), out, cu_blocks.execution())
     chosen = column_sum.choose(problem, 132)
     sizes = (4, 1, 1, 160, 1, 1, chosen.build.shared_bytes)
     block = struct.pack("<2Q", 4096, 512) + column_sum.pack_params(problem)
     assert calls == [(77, sizes, 9, block)] * 2
-    assert len(column_sum._launcher.plans) == 1
+    assert len(run.plans) == 1
 
 
 def test_no_columns_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,15 +146,14 @@ def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cu import backend
-
-    monkeypatch.setattr(backend, "describe", lambda _: CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0"))
-    made = CudaBackend()
+    for module in (implementation, column_sum):
+        monkeypatch.setattr(module, "describe", lambda _: CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0"))
     problem = _problem(_view((64, 104)))
+    made = CudaBackend().implementations[type(problem)]
     assert made.refuses(problem) is None
-    kernel = made.kernel(problem)
+    kernel = made.explain(problem)
     assert (kernel.name, kernel.tile) == (
-        "column_sum (column_sum.cu)",
+        "bias_gradient (column_sum.cu)",
         "32 columns x 128 rows, 8 stages, dc mn-major",
     )
     assert kernel.geometry == "grid 4, 160 threads, 67584 bytes shared"
@@ -161,41 +164,50 @@ def test_a_device_not_seen_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_
     runs: list[tuple[int, ...]] = []
     wrong_rows = 0
 
-    def sum_on(_: CudaDevice, dc: Any, initial: Any = None) -> Any:
+    def computed(_: CudaDevice, operation: Any, implementation: Any, sample: Sample) -> Any:
+        (dc,) = sample.operands
         runs.append(dc.shape)
-        result = numpy_replay.column_sum(dc, initial=initial)
+        result = replayed_column_sum(dc, initial=sample.initial)
         if dc.shape[0] == wrong_rows:
             result.view(f"u{result.itemsize}")[3] ^= 1
         return result
 
     monkeypatch.setattr(config, "cache_dir", tmp_path)
-    monkeypatch.setattr(column_sum, "sum_on", sum_on)
+    monkeypatch.setattr(implementation, "computed", computed)
+    monkeypatch.setattr(implementation, "describe", lambda _: device)
+    sums = column_sum.Sums()
+
+    def refusal(dtype: DType) -> str | None:
+        return sums.refuses(_problem(_view((4, 4), None, dtype)))
+
     monkeypatch.setattr(selfcheck, "_outcomes", {})
-    assert column_sum.refusal(device, BF16) is None
+    assert refusal(BF16) is None
     assert len(runs) == 2 * len(operands.KINDS) * len({shape[0] for shape in runs})
     count = len(runs)
     selfcheck._outcomes.clear()  # as another process would begin
-    assert column_sum.refusal(device, BF16) is None
+    assert refusal(BF16) is None
     assert len(runs) == count
     wrong_rows = 33
-    reason = column_sum.refusal(device, F16)
+    reason = refusal(F16)
     assert reason is not None
-    assert "column_sum for f16 on cuda:1 (Made-up GPU) differs from the CPU replay" in reason
-    assert "normal operands, m=33, from zero, column 3" in reason
-    assert "takes f32, f16, bf16, not e4m3" in (column_sum.refusal(device, E4M3) or "")
+    assert "bias_gradient for f16 on cuda:1 (Made-up GPU) differs from the CPU replay" in reason
+    assert "normal operands, m=33, from zero, element [3]" in reason
+    assert "dc may be float32, float16 or bfloat16, not float8_e4m3fn" in (refusal(E4M3) or "")
 
     def broken(*_: Any) -> Any:
         raise DeviceError("out of memory")
 
-    monkeypatch.setattr(column_sum, "sum_on", broken)
-    assert "did not finish: out of memory" in (column_sum.refusal(device, F32) or "")
+    monkeypatch.setattr(implementation, "computed", broken)
+    assert "did not finish: out of memory" in (refusal(F32) or "")
 
 
 def test_the_check_sees_a_sum_that_forgets_out() -> None:
-    outcome = selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, out_dtype=F32))
+    def forgetful(sample: Sample) -> Any:
+        return replayed_column_sum(sample.operands[0], out_dtype=F32)
+
+    outcome = selfcheck.check(BIAS_GRADIENT, "bias_gradient", F32, forgetful)
     assert outcome.differing
     assert "an accumulator" in outcome.example
-    assert (
-        selfcheck.check_column_sum(F32, lambda dc, initial: numpy_replay.column_sum(dc, initial=initial)).example == ""
-    )
+    right = selfcheck.check(BIAS_GRADIENT, "bias_gradient", F32, functools.partial(replayed, BIAS_GRADIENT))
+    assert right.example == ""
     assert np.isfinite(outcome.elements)

@@ -21,7 +21,7 @@ from detkern.cu import column_sum, geometry, loader, rows
 from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BuildError
-from detkern.problem import RowKind
+from detkern.operations.rows.problem import RowKind
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 

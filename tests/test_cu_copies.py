@@ -25,7 +25,8 @@ from detkern.cu.geometry import (
 )
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import GemmProblem, Matrix, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.matrix import Matrix
 from detkern.tensors import Device, TensorView
 
 ATOM = 64  # elements of a row of a box

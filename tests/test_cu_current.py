@@ -13,7 +13,7 @@ from detkern.cu.current import on_device
 from detkern.cu.extended_launch import LaunchFailure
 from detkern.dtypes import F32
 from detkern.errors import BuildError, DeviceError
-from detkern.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.tensors import Device, TensorView
 
 

@@ -20,8 +20,7 @@ from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
 from detkern.cu.geometry import Launch, Load, Tile
 from detkern.dtypes import BF16, E4M3, F32, DType
 from detkern.errors import DeviceError
-from detkern.plan_cache import PlanCache
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 1)
@@ -186,7 +185,6 @@ def runtime(bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch) -> Ru
     for module in (current, launch):
         monkeypatch.setattr(module, "driver", fake)
         monkeypatch.setattr(module, "runtime", fake)
-    monkeypatch.setattr(launch, "_plans", PlanCache(4096))
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
     monkeypatch.setattr(launch, "load_function", lambda *arguments: Function)
@@ -231,20 +229,24 @@ def test_a_trees_scratch_is_in_its_parameters(bindings: cu_driver.Bindings, runt
 
 
 def test_a_plan_keeps_its_maps(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    a, b, out = _views()
+    launches = launch.Launches(_problem())
     for _ in range(3):
-        launch.launch(_problem(), *_views(), None, Execution(DEVICE, 0x1234, _allocate))
+        launches(_problem().m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
     assert len(bindings.launches) == 3
     assert len(bindings.maps) == 3
-    assert len(launch._plans) == 1
+    assert len(launches.plans) == 1
 
 
 def test_what_the_driver_answers_is_in_the_device_error(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
-    _launch()
+    a, b, out = _views()
+    launches = launch.Launches(_problem())
+    launches(_problem().m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
     bindings.failure = cu_driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(
         DeviceError, match=r"cuda:1 reported CUDA_ERROR_ILLEGAL_ADDRESS at mma16 gemm of m=256, n=512, k=320"
     ):
-        _launch()
+        launches(_problem().m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
     assert runtime.device == 0
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cu_device
@@ -13,11 +14,12 @@ from cu_device import DEVICE, MODES, Placed, allocate, differing, poison
 import detkern
 from detkern import operands, selfcheck
 from detkern.backend import Execution
-from detkern.cu import column_sum
+from detkern.cu import column_sum, implementation
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem
+from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
+from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu
@@ -225,5 +227,6 @@ def test_arrays_of_the_frameworks() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_self_check_passes_here(dtype: DType) -> None:
-    outcome = selfcheck.check_column_sum(dtype, lambda dc, initial: column_sum.sum_on(describe(0), dc, initial))
+    compute = functools.partial(implementation.computed, describe(0), BIAS_GRADIENT, column_sum.Sums())
+    outcome = selfcheck.check(BIAS_GRADIENT, "bias_gradient", dtype, compute)
     assert str(outcome).startswith("agrees with the CPU replay on")

@@ -15,7 +15,7 @@ from detkern import config
 from detkern.backend import Execution
 from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.dtypes import E4M3, F32
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +72,7 @@ class Chain:
         self.sum = cupy.empty((m, D), np.float32)
         self.results = [[cupy.empty_like(array) for array in (self.t, self.u, self.x, self.sum)] for _ in range(ROUNDS)]
         self._scratch: dict[int, TensorView] = {}
+        self._launches: dict[Any, Any] = {}
 
     def _allocate(self, size: int) -> TensorView:
         """One memory for all products, so that they meet in it; made before a graph is captured."""
@@ -93,8 +94,9 @@ class Chain:
             target = bfloat16_view(out)
         added = None if bias is None else bfloat16_view(bias)
         problem = gemm_problem(self.contract, *views, target, added, accumulate)
-        launch.launch(problem, *views, target, added, Execution(DEVICE, stream, self._allocate))
-        plan = launch._plans.get(problem)
+        launches = self._launches.setdefault(problem, launch.Launches(problem))
+        launches(problem.m, (*views, added), target, Execution(DEVICE, stream, self._allocate))
+        plan = launches.plans.get(problem.m)
         assert plan is not None
         return plan.launch.build.source
 

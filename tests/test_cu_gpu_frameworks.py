@@ -11,10 +11,12 @@ import pytest
 from cu_device import replay
 
 import detkern
-from detkern import operands, selfcheck
+from detkern import operands, registry, selfcheck
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.cu import implementation
 from detkern.cu.device import describe
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.operations.gemm.operation import GEMM
 
 pytestmark = pytest.mark.gpu
 
@@ -144,8 +146,8 @@ def test_explain_says_what_would_run() -> None:
 @pytest.mark.parametrize(("contract", "dtype"), [(FMA, F32), (MMA16, F16), (TREE, BF16), (TREE_MMA16, BF16)], ids=str)
 def test_the_self_check_passes(contract: Contract, dtype: DType) -> None:
     """What decides on devices that nobody has seen, on one that was seen."""
-    from detkern.cu import launch
-
-    outcome = selfcheck.check(contract, dtype, functools.partial(launch.product, describe(0)))
+    products = registry.load("cuda").implementations[GEMM.problem]
+    compute = functools.partial(implementation.computed, describe(0), GEMM, products)
+    outcome = selfcheck.check(GEMM, contract.name, dtype, compute)
     assert outcome.differing == 0, outcome
     assert outcome.elements > 100_000

@@ -29,7 +29,7 @@ from detkern.backend import Execution
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F32, DType
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

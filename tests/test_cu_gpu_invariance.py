@@ -16,7 +16,7 @@ from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu import geometry
 from detkern.cu.device import describe
 from detkern.dtypes import BF16
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from detkern.cu import ahead, geometry
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild, supported_architectures, target
 from detkern.dtypes import BF16, F16, DType
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 
 pytestmark = pytest.mark.gpu
 

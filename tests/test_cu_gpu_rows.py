@@ -3,6 +3,7 @@ graphs."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ import detkern
 from detkern import operands, selfcheck
 from detkern.backend import Execution
 from detkern.cpu import backend as cpu_backend
-from detkern.cu import rows
+from detkern.cu import implementation, rows
 from detkern.cu.device import describe
 from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
-from detkern.problem import RowKind, row_problem
+from detkern.operations.rows.operation import ROWS
+from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu
@@ -288,6 +290,6 @@ def test_a_torch_graph_is_captured_and_replayed() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", RowKind, ids=IDS)
 def test_the_self_check_passes_here(kind: RowKind, dtype: DType) -> None:
-    device = describe(0)
-    outcome = selfcheck.check_rows(kind, dtype, lambda *given: rows.rows_on(device, *given))
+    compute = functools.partial(implementation.computed, describe(0), ROWS, rows.Rows())
+    outcome = selfcheck.check(ROWS, kind.label, dtype, compute)
     assert str(outcome).startswith("agrees with the CPU replay on")

@@ -34,7 +34,9 @@ from detkern.cu import column_sum, rows
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import RowKind, column_sum_problem, gemm_problem, row_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.gemm.problem import gemm_problem
+from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import TensorView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]

@@ -11,11 +11,10 @@ import pytest
 from cu_device import PAIR_IDS, PAIRS, Placed, differing, output, replay, run
 
 import detkern
-from detkern import operands
+from detkern import operands, plan
 from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import loader
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.plan_cache import PlanCache
 
 pytestmark = pytest.mark.gpu
 
@@ -128,8 +127,6 @@ def test_cupy_graph_is_captured_and_replayed(contract: Contract) -> None:
 def test_a_kernel_that_is_not_loaded_is_refused_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from detkern.cu import launch
-
     a = cupy.ones((32, 32), np.float32)
     out = cupy.empty((32, 32), np.float32)
     detkern.gemm(a, a, out=out)
@@ -137,7 +134,7 @@ def test_a_kernel_that_is_not_loaded_is_refused_under_capture(monkeypatch: pytes
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         monkeypatch.setattr(loader, "_functions", {})
-        monkeypatch.setattr(launch, "_plans", PlanCache(4096))
+        plan.forget_plans()
         try:
             with pytest.raises(detkern.DeviceError, match="once before the capture"):
                 detkern.gemm(a, a, out=out)

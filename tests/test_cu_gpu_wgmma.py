@@ -15,7 +15,7 @@ from detkern import operands
 from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu.geometry import Load, Tile, load_paths
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu

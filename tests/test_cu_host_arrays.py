@@ -12,14 +12,15 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from detkern import operands
-from detkern.contracts import FMA
-from detkern.cpu import numpy_replay, numpy_rows
-from detkern.cu import column_sum, launch, rows
 from detkern.cu.device import CudaDevice
 from detkern.cu.host_arrays import placing
+from detkern.cu.implementation import computed
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import ArgumentError
-from detkern.problem import RowKind
+from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.operation import Operation, Sample, replayed
+from detkern.operations.rows.operation import ROWS
 from detkern.tensors import Device, TensorView
 
 DEVICE = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
@@ -91,51 +92,35 @@ def test_a_place_is_a_device_a_stream_and_memory_there() -> None:
     assert stream.left
 
 
+@pytest.mark.parametrize("operation", [GEMM, BIAS_GRADIENT, ROWS], ids=lambda operation: operation.name)
 @pytest.mark.parametrize("operand", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_products_and_sums(operand: DType, accumulate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gemm(problem: Any, a: TensorView, b: TensorView, out: TensorView, bias: None, execution: Any) -> None:
-        assert (problem.accumulate, execution.stream) == (accumulate, 0x57)
-        start = host(out).copy() if accumulate else None
-        host(out)[...] = numpy_replay.gemm(problem.contract, host(a), host(b), initial=start)
+def test_samples_of_every_operation(operation: Operation[Any], operand: DType) -> None:
+    """What is laid on the device, launched there and fetched, with the replay in the kernel's place."""
 
-    def total(problem: Any, dc: TensorView, out: TensorView, execution: Any) -> None:
-        assert (problem.accumulate, execution.stream) == (accumulate, 0x57)
-        host(out)[...] = numpy_replay.column_sum(host(dc), initial=host(out).copy() if accumulate else None)
+    class Kernel:
+        def prepare(self, problem: Any, execution: Any) -> Any:
+            assert execution.stream == 0x57
 
-    monkeypatch.setattr(launch, "launch", gemm)
-    monkeypatch.setattr(column_sum, "launch", total)
-    a, b = (operands.generate("normal", operand, shape, 1) for shape in ((5, 9), (9, 4)))
-    initial = operands.generate("normal", F32, (5, 4), 2) if accumulate else None
-    result = launch.product(DEVICE, FMA, a, b, initial)
-    assert result.dtype == (np.float32 if accumulate else operand.numpy)
-    assert bits(result) == bits(numpy_replay.gemm(FMA, a, b, initial=initial))
-    initial = None if initial is None else initial[0]
-    assert bits(column_sum.sum_on(DEVICE, b, initial)) == bits(numpy_replay.column_sum(b, initial=initial))
+            def run(m: int, given: Any, out: TensorView, execution: Any) -> None:
+                assert m == problem.m
+                for view in (*given, out):
+                    if view is not None:
+                        host(view)
+                operation.replay(problem, given, out)
 
+            return run
 
-@pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)
-def test_row_operations(kind: RowKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(problem: Any, a: TensorView, b: TensorView | None, out: TensorView, execution: Any) -> None:
-        first = host(a)[:, 0] if kind.spreads else host(a)
-        second = None if b is None else host(b)
-        result = numpy_rows.rows(kind, first, second, width=problem.n, out_dtype=F32)
-        host(out)[...] = result[:, None] if kind.reduces else result
-
-    monkeypatch.setattr(rows, "launch", launched)
-    a, b = (operands.generate("normal", F16, (5, 9), seed) for seed in (1, 2))
-    first = np.ascontiguousarray(a[:, 0]) if kind.spreads else a
-    second = b if kind.operands == 2 else None
-    result = rows.rows_on(DEVICE, kind, first, second, 9)
-    assert result.shape == ((5,) if kind.reduces else (5, 9))
-    assert bits(result) == bits(numpy_rows.rows(kind, first, second, width=9, out_dtype=F32))
+    variants = [variant for variant, dtypes in operation.variants.items() if operand in dtypes]
+    for variant in variants:
+        for sample in operation.samples(variant, operand, "normal", 1):
+            if 0 in (*sample.shape, sample.operands[0].size) or sample.operands[0].size > 1000:
+                continue
+            result = computed(DEVICE, operation, Kernel(), sample)
+            assert (result.shape, result.dtype) == (sample.shape, sample.dtype.numpy)
+            assert bits(result) == bits(replayed(operation, sample)), sample.about
 
 
 def test_types_without_a_kernel_are_named() -> None:
-    wrong = np.zeros((4, 4), np.int64)
-    with pytest.raises(ArgumentError, match="a of int64 has no kernel"):
-        launch.product(DEVICE, FMA, wrong, wrong)
-    with pytest.raises(ArgumentError, match="dc of int64 has no kernel"):
-        column_sum.sum_on(DEVICE, wrong)
-    with pytest.raises(ArgumentError, match="b of int64 has no kernel"):
-        rows.rows_on(DEVICE, RowKind.SOFTMAX_BACKWARD, np.zeros((4, 4), np.float32), wrong, 4)
+    wrong = Sample("bias_gradient", (np.zeros((4, 4), np.int64),), (4,), F32)
+    with pytest.raises(ArgumentError, match="operand of int64 has no kernel"):
+        computed(DEVICE, BIAS_GRADIENT, None, wrong)  # type: ignore[arg-type]

@@ -23,8 +23,7 @@ from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.plan_cache import PlanCache
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 HEADER = Path(detkern.cu.__file__).parent / "params.cuh"
@@ -182,7 +181,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     for module in (current, launch):
         monkeypatch.setattr(module, "driver", fake)
         monkeypatch.setattr(module, "runtime", fake)
-    monkeypatch.setattr(launch, "_plans", PlanCache(4096))
     monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
 
@@ -223,16 +221,21 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     assert len(driver.launches) == 1
 
 
-def test_a_plan_is_made_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_once_for_a_number_of_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     real = launch.plan_for
     monkeypatch.setattr(launch, "plan_for", lambda *arguments: made.append(arguments) or real(*arguments))
     plain = _view((8, 8), (8, 1), F32, 0x1000)
-    for _ in range(3):
-        problem = gemm_problem(FMA, plain, plain, plain, None, False)
-        launch.launch(problem, plain, plain, plain, None, EXECUTION)
-    assert len(made) == 1
-    assert len(driver.launches) == 3
+    launches = launch.Launches(gemm_problem(FMA, plain, plain, plain, None, False))
+    for m in (8, 8, 5, 8, 5):
+        launches(m, (plain, plain, None), plain, EXECUTION)
+    assert [problem.m for problem, *_ in made] == [8, 5]
+    assert len(driver.launches) == 5
+    for m, one in zip((8, 8, 5, 8, 5), driver.launches, strict=True):
+        wanted = gemm_problem(
+            FMA, _view((m, 8), (8, 1), F32, 0x1000), plain, _view((m, 8), (8, 1), F32, 0x1000), None, False
+        )
+        assert one["params"][40:] == launch.pack_params(wanted), "as if that problem had come alone"
 
 
 def test_empty_problems_launch_nothing(driver: Driver) -> None:

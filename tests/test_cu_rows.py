@@ -3,6 +3,7 @@ CPU's, the choice of a build, the launch on a driver that only takes notes, and 
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from pathlib import Path
@@ -18,14 +19,16 @@ import cu_blocks
 import detkern.cpu
 import detkern.cu
 from detkern import config, selfcheck
-from detkern.cpu import numpy_rows
-from detkern.cu import rows
+from detkern.cu import implementation, rows
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.rows import RowLoad, RowTile
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import RowKind, RowProblem, row_problem
+from detkern.operations.operation import Sample, replayed
+from detkern.operations.rows import replay as numpy_rows
+from detkern.operations.rows.operation import ROWS
+from detkern.operations.rows.problem import RowKind, RowProblem, row_problem
 from detkern.tensors import TensorView, contiguous_strides
 
 FOLDER = Path(detkern.cu.__file__).parent
@@ -202,11 +205,12 @@ def test_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _launches(monkeypatch)
     x, out = _view((64, 104)), _view((64, 104), None, F32, 512)
     problem = _softmax(x, out)
+    run = rows.Rows().prepare(problem, cu_blocks.execution())
     for _ in range(2):
-        rows.launch(problem, x, None, out, cu_blocks.execution())
+        run(64, (x,), out, cu_blocks.execution())
     block = struct.pack("<3Q", 4096, 0, 512) + rows.pack_params(problem)
     assert calls == [(77, (16, 1, 1, 128, 1, 1, 0), 9, block)] * 2
-    assert len(rows._launcher.plans) == 1
+    assert len(run.plans) == 1
 
 
 def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +221,9 @@ def test_a_fault_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.launch(_softmax(x), x, None, _view((64, 104), None, F32), cu_blocks.execution())
 
 
-def _replayed(_: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:
-    return numpy_rows.rows(kind, a, b, width=width, out_dtype=F32)
+def _replayed(_: CudaDevice, operation: Any, implementation: Any, sample: Sample) -> Any:
+    assert operation is ROWS
+    return replayed(ROWS, sample)
 
 
 def test_what_would_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -226,64 +231,69 @@ def test_what_would_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
     monkeypatch.setattr(config, "cache_dir", tmp_path)
     monkeypatch.setattr(selfcheck, "_outcomes", {})
-    monkeypatch.setattr(rows, "rows_on", _replayed)
+    monkeypatch.setattr(implementation, "computed", _replayed)
     monkeypatch.setattr(backend, "missing", lambda _: None)
-    monkeypatch.setattr(backend, "describe", lambda _: CudaDevice(1, "Made-up GPU", "uuid", (8, 0), 132, "1.0"))
+    for module in (backend, implementation, rows):
+        monkeypatch.setattr(module, "describe", lambda _: CudaDevice(1, "Made-up GPU", "uuid", (8, 0), 132, "1.0"))
     made = CudaBackend()
     problem = _softmax(_view((64, 104)))
     assert "self-check of softmax bf16" not in made.facts(DEVICE)
-    assert made.refuses(problem) is None
+    assert made.implementations[RowProblem].refuses(problem) is None
     assert made.facts(DEVICE)["self-check of softmax bf16"].startswith("agrees")
-    kernel = made.kernel(problem)
+    kernel = made.implementations[RowProblem].explain(problem)
     assert (kernel.name, kernel.tile) == ("softmax (rows.cu)", "4 rows x 256 columns, held, pieces of 16 bytes")
     assert kernel.geometry == "grid 16, 128 threads"
 
 
 def test_every_device_is_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = CudaDevice(1, "Made-up GPU", "uuid", (8, 0), 132, "1.0")
-    runs: list[tuple[RowKind, int]] = []
+    runs: list[tuple[str, int]] = []
     wrong_width = 0
 
-    def rows_on(_: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:
-        runs.append((kind, width))
-        result = _replayed(device, kind, a, b, width)
+    def computed(*given: Any) -> Any:
+        sample = given[-1]
+        width = sample.operands[0].shape[-1]
+        runs.append((sample.variant, width))
+        result = _replayed(*given)
         if width == wrong_width:
             result.view(np.uint32)[3] ^= 1
         return result
 
     monkeypatch.setattr(config, "cache_dir", tmp_path)
-    monkeypatch.setattr(rows, "rows_on", rows_on)
+    monkeypatch.setattr(implementation, "computed", computed)
+    monkeypatch.setattr(implementation, "describe", lambda _: device)
+    offered = rows.Rows()
     monkeypatch.setattr(selfcheck, "_outcomes", {})
     x = _view((64, 40))
-    assert rows.refusal(device, _softmax(x)) is None
+    assert offered.refuses(_softmax(x)) is None
     count = len(runs)
     assert count
     selfcheck._outcomes.clear()  # as another process would begin
-    assert rows.refusal(device, _softmax(x)) is None
+    assert offered.refuses(_softmax(x)) is None
     assert len(runs) == count
     wrong_width = 67
     total = row_problem(RowKind.SUM, x, None, _view((64, 1), (1, 0)), 40)
-    reason = rows.refusal(device, total)
+    reason = offered.refuses(total)
     assert reason is not None
     assert "sum for bf16 on cuda:1 (Made-up GPU) differs from the CPU replay" in reason
-    assert "logits operands, n=67, row 3" in reason
+    assert "logits operands, n=67, element [3]" in reason
 
     def broken(*_: Any) -> Any:
         raise DeviceError("out of memory")
 
-    monkeypatch.setattr(rows, "rows_on", broken)
+    monkeypatch.setattr(implementation, "computed", broken)
     mean = row_problem(RowKind.MEAN, x, None, _view((64, 1), (1, 0)), 40)
-    assert "did not finish: out of memory" in (rows.refusal(device, mean) or "")
+    assert "did not finish: out of memory" in (offered.refuses(mean) or "")
 
 
 @pytest.mark.parametrize("kind", [RowKind.MEAN_SQUARE_BACKWARD, RowKind.SUM_BACKWARD], ids=lambda kind: kind.label)
 def test_the_check_runs_every_shape_of_operands(kind: RowKind) -> None:
-    def wrong(kind: RowKind, a: Any, b: Any, width: int) -> Any:
-        result = numpy_rows.rows(kind, a, b, width=width, out_dtype=F32)
-        assert result.shape == (a.shape[0], width)
+    def wrong(sample: Sample) -> Any:
+        result = replayed(ROWS, sample)
+        assert result.shape == (sample.operands[0].shape[0], sample.shape[1])
         result.view(np.uint32)[:, -1] ^= 1
         return result
 
-    assert selfcheck.check_rows(kind, F16, wrong).differing
-    right = selfcheck.check_rows(kind, F16, lambda *given: _replayed(None, *given))  # type: ignore[arg-type]
+    assert selfcheck.check(ROWS, kind.label, F16, wrong).differing
+    right = selfcheck.check(ROWS, kind.label, F16, functools.partial(replayed, ROWS))
     assert (right.differing, right.example) == (0, "")

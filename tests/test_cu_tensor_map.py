@@ -14,7 +14,7 @@ from detkern.cu import tensor_map
 from detkern.cu.tensor_map import MapShape, map_shapes, output_map_shape
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 0)

@@ -12,7 +12,7 @@ from detkern.contracts import MMA16
 from detkern.cu import geometry
 from detkern.cu.time_model import CLASSES, Coefficients, Work, coefficients_of, time_us
 from detkern.dtypes import BF16, F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 NUMBERS = Coefficients(fixed_us=2.0, tile_us=1.0, wave_us=10.0, alone=0.5, memory=1.2)

@@ -14,7 +14,7 @@ from detkern.contracts import get_contract
 from detkern.cu import geometry, tuned
 from detkern.cu.geometry import Load
 from detkern.dtypes import BF16, F16
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 CONTENT = {

@@ -7,9 +7,10 @@ import pytest
 from frameworks import FRAMEWORKS, framework, same
 
 import detkern
-from detkern import operands
+from detkern import operands, registry
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.native import BACKEND
+from detkern.operations.gemm.operation import GEMM
 from detkern.tensors import Device
 
 
@@ -85,6 +86,7 @@ def test_operands_of_two_frameworks_are_refused() -> None:
 
 def test_what_it_says_of_itself() -> None:
     assert BACKEND.deterministic is False
-    assert BACKEND.contracts(Device("cpu")) == []
+    assert registry.computed(BACKEND, GEMM, Device("cpu")) == []
+    assert registry.operations(BACKEND) == ["gemm"]
     assert "ascend" in (BACKEND.unavailable(Device("ascend")) or "")
     assert BACKEND.unavailable(Device("cuda")) is None

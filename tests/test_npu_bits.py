@@ -15,10 +15,11 @@ from frameworks import same
 from oracles.cases import cases
 
 import detkern
-from detkern import npu, operands
+from detkern import npu, operands, registry
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.npu import ascend, musa
+from detkern.operations.gemm.operation import GEMM
 
 FMA, TREE = "fma", "tree"
 SUBJECTS = [
@@ -54,7 +55,7 @@ def gemm(backend: str, a: np.ndarray, b: np.ndarray, **options: Any) -> bool:
 
 def test_the_libraries_offer_these_pairs_and_say_that_they_take_host_memory() -> None:
     for backend in (musa.BACKEND, ascend.BACKEND):
-        assert {(contract.name, dtype) for contract, dtype in backend.contracts(detkern.tensors.Device("cpu"))} == {
+        assert set(registry.computed(backend, GEMM, detkern.tensors.Device("cpu"))) == {
             (contract, dtype) for name, contract, dtype in SUBJECTS if name == backend.name
         }
         library = npu.libraries.find_library(backend.platform, on_host=True)

@@ -16,7 +16,8 @@ from detkern.abi.descriptors import column_sum_descriptor, gemm_descriptors
 from detkern.abi.library import Library
 from detkern.contracts import CONTRACTS, Contract
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 pytestmark = pytest.mark.gpu

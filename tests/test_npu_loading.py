@@ -21,13 +21,16 @@ import detkern
 from detkern import config, operands, plan, registry, sealed, selfcheck
 from detkern.abi import mirror
 from detkern.abi.library import Library
-from detkern.contracts import FMA, Contract
+from detkern.contracts import CONTRACTS, Contract
 from detkern.cpu import backend as cpu
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32
 from detkern.npu import ascend, host_arrays, musa
 from detkern.npu.libraries import built_library, find_library
-from detkern.tensors import Device, adapter
+from detkern.operations.gemm import operation as cases
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.operation import Sample
+from detkern.tensors import Device, lookup
 from detkern.tensors import torch as torch_module
 
 CPU = Device("cpu")
@@ -93,7 +96,7 @@ def test_on_host_memory_a_library_has_to_be_named(backend: Any) -> None:
     reason = f"backend='{backend.name}' cannot run here: it works on host memory only .* {variable} names"
     with pytest.raises(detkern.BackendUnavailable, match=reason):
         detkern.gemm(A, B, contract="fma", backend=backend.name)
-    assert backend.contracts(CPU) == []
+    assert registry.computed(backend, GEMM, CPU) == []
     # Dispatch does not even load it.
     assert ("runs only when named") in dict(detkern.explain(A, B, contract="fma").passed_over)[backend.name]
 
@@ -170,9 +173,9 @@ def test_an_error_of_the_library_comes_with_its_words(
 @PLATFORMS
 def test_another_library_serves_once_it_is_named(backend: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(backend.platform.variable, str(stub(tmp_path)))
-    assert [(c.name, d) for c, d in backend.contracts(CPU)] == [("fma", F16)]
+    assert registry.computed(backend, GEMM, CPU) == [("fma", F16)]
     monkeypatch.setenv(backend.platform.variable, str(library_path(backend.name)))
-    assert ("tree", BF16) in [(c.name, d) for c, d in backend.contracts(CPU)]
+    assert ("tree", BF16) in registry.computed(backend, GEMM, CPU)
     want = detkern.gemm(A, B, contract="fma", backend="cpu")
     assert same(detkern.gemm(A, B, contract="fma", backend=backend.name), want)
 
@@ -267,7 +270,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     kind, attribute, backend = request.param
     fake = fake_torch(kind, attribute)
     monkeypatch.setitem(sys.modules, "torch", fake)
-    monkeypatch.setattr(adapter, "_BY_TYPE", {})
+    monkeypatch.setattr(lookup, "_BY_TYPE", {})
     monkeypatch.setenv("DETKERN_EMULATE_DEVICE", "1")
     torch_module.torch_adapter.cache_clear()
     yield fake, backend
@@ -317,7 +320,7 @@ def test_tensors_of_a_device_by_pointer_on_their_stream(
     facts = backend.facts(Device(backend.name, 1))
     assert "emulated" in facts["device"]
     assert facts["self-check of tree f16"].startswith("agrees with the CPU replay on")
-    assert facts["self-check of column_sum f32"] == "not run yet"
+    assert facts["self-check of bias_gradient f32"] == "not run yet"
     # Host memory is refused by the same library.
     monkeypatch.setenv(backend.platform.variable, str(built))
     with pytest.raises(detkern.BackendUnavailable, match="not host memory"):
@@ -377,7 +380,7 @@ def test_one_differing_bit_refuses_the_contract(
             detkern.gemm(a, b, contract="fma")
     device = Device(backend.name, 1)
     assert backend.unavailable(device) is None
-    assert backend.contracts(device) == []
+    assert registry.computed(backend, GEMM, device) == []
     assert "differs from the CPU replay in" in backend.facts(device)["self-check of fma f16"]
     # What the table offers and this library lacks, and what the table does not offer.
     with pytest.raises(detkern.ContractUnsupported, match=r"\.so has no tree for f16; it has nothing"):
@@ -392,18 +395,18 @@ def test_an_outcome_holds_for_a_device_and_a_library(
     _, backend = on_device
     calls: list[Contract] = []
 
-    def product(library: Library, device: Device, contract: Contract, *operands: Any) -> Any:
-        calls.append(contract)
-        return numpy_replay.gemm(contract, *operands[:2], initial=operands[2])
+    def computed(library: Library, device: Device, operation: Any, implementation: Any, sample: Sample) -> Any:
+        calls.append(CONTRACTS[sample.variant])
+        return numpy_replay.gemm(calls[-1], *sample.operands[:2], initial=sample.initial)
 
-    monkeypatch.setattr(host_arrays, "product", product)
-    monkeypatch.setattr(selfcheck, "_DEPTHS", (17,))
+    monkeypatch.setattr(host_arrays, "computed", computed)
+    monkeypatch.setattr(cases, "_DEPTHS", (17,))
     first, second = stub(tmp_path, host=0), stub(tmp_path, host=0, fault=1)
     for library, index, again in ((first, 1, True), (first, 1, False), (second, 1, True), (first, 0, True)):
         monkeypatch.setenv(backend.platform.variable, str(library))
         monkeypatch.setattr(selfcheck, "_outcomes", {})  # as in a new process
         before = len(calls)
-        assert backend.contracts(Device(backend.name, index)) == [(FMA, F16)]
+        assert registry.computed(backend, GEMM, Device(backend.name, index)) == [("fma", F16)]
         assert (len(calls) > before) == again, (library, index)
 
 
@@ -417,4 +420,4 @@ def test_the_columns_of_a_bias_gradient_are_checked_too(
     dc = operands.generate("normal", F32, (33, 7), 5)
     result = detkern.bias_gradient(fake.Tensor(to_torch(dc)))
     assert same(from_torch(result.host), detkern.bias_gradient(dc))
-    assert "agrees" in backend.facts(Device(backend.name, 1))["self-check of column_sum f32"]
+    assert "agrees" in backend.facts(Device(backend.name, 1))["self-check of bias_gradient f32"]

@@ -13,6 +13,7 @@ import detkern
 from detkern import config, operands, plan, registry
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import ArgumentError, BackendUnavailable, ContractUnsupported, DTypeError, ShapeError
+from detkern.operations.gemm.problem import GemmProblem
 
 M, K, N = 6, 70, 9
 
@@ -98,10 +99,9 @@ def test_tree_where_tree_mma16_is_not_offered(monkeypatch: pytest.MonkeyPatch) -
     a, b, _ = made(kind="large")
     assert not same(detkern.gemm(a, b, contract="tree"), detkern.gemm(a, b, contract="tree-mma16"))
     assert same(detkern.get_op("det_gemm")(a, b), detkern.gemm(a, b, contract="tree-mma16"))
-    real = registry.load("cpu").refuses
-    monkeypatch.setattr(
-        registry.load("cpu"), "refuses", lambda p: "not here" if p.contract.name == "tree-mma16" else real(p)
-    )
+    products = registry.load("cpu").implementations[GemmProblem]
+    real = products.refuses
+    monkeypatch.setattr(products, "refuses", lambda p: "not here" if p.contract.name == "tree-mma16" else real(p))
     plan.forget_plans()
     try:
         for left, right in ((a, b), (tensor(a), tensor(b))):

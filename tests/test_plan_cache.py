@@ -8,27 +8,37 @@ from concurrent.futures import ThreadPoolExecutor
 from detkern.plan_cache import PlanCache
 
 
-def test_a_plan_is_found_by_an_equal_problem() -> None:
+def test_a_plan_is_found_by_an_equal_key() -> None:
     plans: PlanCache[tuple[int, ...], list[int]] = PlanCache(4)
     assert plans.get((1, 2)) is None
+    assert plans.recall((1, 2)) is None
     plan = [7]
     assert plans.keep((1, 2), plan) is plan
     assert plans.get((1, 2)) is plan
     assert len(plans) == 1
+    plans.clear()
+    assert (plans.get((1, 2)), plans.recall((1, 2)), len(plans)) == (None, None, 0)
 
 
-def test_the_oldest_plan_goes_however_often_it_was_used() -> None:
-    plans: PlanCache[int, str] = PlanCache(3)
-    for problem in range(3):
-        plans.keep(problem, str(problem))
-    assert plans.get(0) == "0"
-    plans.keep(3, "3")
-    assert [plans.get(problem) for problem in range(4)] == [None, "1", "2", "3"]
-    assert len(plans) == 3
+def test_what_was_not_used_for_longest_goes() -> None:
+    plans: PlanCache[int, str] = PlanCache(4)
+    for key in range(5):
+        plans.keep(key, str(key))
+    assert [plans.get(key) or plans.recall(key) for key in range(5)] == [None, None, "2", "3", "4"]
+    assert len(plans) <= 4
 
 
-class _Problem:
-    """Hashed in Python, as problems are, and so slowly that another thread comes in between."""
+def test_one_that_is_used_all_along_outlives_any_number_that_are_used_once() -> None:
+    plans: PlanCache[int, str] = PlanCache(8)
+    plans.keep(-1, "hot")
+    for key in range(1000):
+        assert (plans.get(-1) or plans.recall(-1)) == "hot", key
+        plans.keep(key, str(key))
+        assert len(plans) <= 8
+
+
+class _Key:
+    """Hashed in Python, and so slowly that another thread comes in between."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,17 +49,17 @@ class _Problem:
 
 
 def test_threads_that_keep_plans_stay_below_the_limit() -> None:
-    plans: PlanCache[_Problem, int] = PlanCache(4)
+    plans: PlanCache[_Key, int] = PlanCache(4)
 
     def keep(thread: int) -> int:
         for number in range(50):
-            plans.keep(_Problem(100 * thread + number), number)
+            plans.keep(_Key(100 * thread + number), number)
             assert len(plans) <= 4
         return thread
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(keep, range(4))) == [0, 1, 2, 3]
-    assert len(plans) == 4
+    assert 2 <= len(plans) <= 4
 
 
 def test_a_look_up_takes_no_lock() -> None:

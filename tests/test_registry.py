@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import detkern
 from detkern import plan, registry
-from detkern.contracts import CONTRACTS, Contract, default_contract
+from detkern.backend import Run
+from detkern.contracts import CONTRACTS, default_contract
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.bias_gradient.problem import ColumnSumProblem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.registry import Row
 from detkern.tensors import Device, TensorView
 
@@ -19,11 +22,16 @@ CPU, CUDA = Device("cpu"), Device("cuda", 1)
 
 
 class Fake:
-    def __init__(self, name: str, unavailable: str | None = None, refuses: str | None = None) -> None:
+    """A backend, and its implementation of products; `lacks` them, it has another operation."""
+
+    def __init__(
+        self, name: str, unavailable: str | None = None, refuses: str | None = None, lacks: bool = False
+    ) -> None:
         self.name = name
         self.deterministic = True
         self.reasons = (unavailable, refuses)
-        self.calls: list[GemmProblem] = []
+        self.implementations: dict[type, Any] = {ColumnSumProblem if lacks else GemmProblem: self}
+        self.calls: list[tuple[GemmProblem, int]] = []
 
     def unavailable(self, device: Device) -> str | None:
         return self.reasons[0]
@@ -32,14 +40,11 @@ class Fake:
         assert self.reasons[0] is None, "asked although it cannot run"
         return self.reasons[1]
 
-    def contracts(self, device: Device) -> list[tuple[Contract, DType]]:
-        return []
-
     def capability(self, device: Device) -> tuple[int, int]:
         return 8, 6
 
-    def gemm(self, problem: GemmProblem, *_: object) -> None:
-        self.calls.append(problem)
+    def prepare(self, problem: GemmProblem, execution: object) -> Run:
+        return lambda m, *_: self.calls.append((problem, m))
 
 
 Install = Callable[..., None]
@@ -62,11 +67,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 def row(
     name: str,
     devices: tuple[str, ...] = ("cpu",),
-    ops: tuple[str, ...] = ("gemm",),
     dispatched: bool = True,
     named_on: tuple[str, ...] = (),
 ) -> Row:
-    return Row(name, "", devices, ops, dispatched, named_on=named_on)
+    return Row(name, "", devices, dispatched, named_on=named_on)
 
 
 def problem(device: Device = CPU) -> GemmProblem:
@@ -77,66 +81,71 @@ def problem(device: Device = CPU) -> GemmProblem:
 def test_the_first_that_can_and_does_not_refuse(install: Install) -> None:
     absent, unwilling, first, second = Fake("a", "no driver"), Fake("b", None, "odd sizes"), Fake("c"), Fake("d")
     install((row("a"), absent), (row("b"), unwilling), (row("c"), first), (row("d"), second))
-    assert registry.select("gemm", problem(), None) is first
-    assert registry.select("gemm", problem(), "d") is second
-    assert registry.passed_over("gemm", problem(), "c", False) == [
+    assert registry.select(problem(), None)[0] is first
+    assert registry.select(problem(), "d")[0] is second
+    assert registry.passed_over(problem(), "c", False) == [
         ("a", "no driver"), ("b", "odd sizes"), ("d", "c comes first")
     ]  # fmt: skip
-    assert registry.passed_over("gemm", problem(), "d", True)[-1] == ("c", "d was named")
+    assert registry.passed_over(problem(), "d", True)[-1] == ("c", "d was named")
 
 
 def test_a_row_that_is_not_dispatched_runs_only_when_named(install: Install) -> None:
     named, other = Fake("named"), Fake("other")
     install((row("named", dispatched=False), named), (row("other"), other))
-    assert registry.select("gemm", problem(), None) is other
-    assert registry.select("gemm", problem(), "named") is named
-    assert registry.passed_over("gemm", problem(), "other", False) == [("named", "runs only when named")]
+    assert registry.select(problem(), None)[0] is other
+    assert registry.select(problem(), "named")[0] is named
+    assert registry.passed_over(problem(), "other", False) == [("named", "runs only when named")]
     install((row("named", dispatched=False), named))
     with pytest.raises(detkern.DeviceError, match="no backend has gemm on cpu"):
-        registry.select("gemm", problem(), None)
+        registry.select(problem(), None)
 
 
 def test_a_row_may_be_dispatched_on_one_kind_of_device_and_only_named_on_another(install: Install) -> None:
     emulated, other = Fake("emulated"), Fake("other")
     install((row("emulated", ("cuda", "cpu"), named_on=("cpu",)), emulated), (row("other"), other))
-    assert registry.select("gemm", problem(CUDA), None) is emulated
-    assert registry.select("gemm", problem(), None) is other
-    assert registry.select("gemm", problem(), "emulated") is emulated
-    assert registry.passed_over("gemm", problem(), "other", False) == [("emulated", "runs only when named")]
+    assert registry.select(problem(CUDA), None)[0] is emulated
+    assert registry.select(problem(), None)[0] is other
+    assert registry.select(problem(), "emulated")[0] is emulated
+    assert registry.passed_over(problem(), "other", False) == [("emulated", "runs only when named")]
     assert registry.contract_for(BF16, CPU, None, None).name == "mma16"
 
 
 def test_no_backend_is_left(install: Install) -> None:
     install((row("a"), Fake("a", "no driver")), (row("b"), Fake("b", None, "it computes fma")))
     with pytest.raises(detkern.ContractUnsupported, match="a: no driver; b: it computes fma"):
-        registry.select("gemm", problem(), None)
+        registry.select(problem(), None)
     install((row("a"), Fake("a", "no driver")), (row("b"), Fake("b", "no library")))
     with pytest.raises(detkern.BackendUnavailable, match="a: no driver; b: no library"):
-        registry.select("gemm", problem(), None)
+        registry.select(problem(), None)
     with pytest.raises(detkern.DeviceError, match="no backend has gemm on cuda:1; backends: a, b"):
-        registry.select("gemm", problem(CUDA), None)
+        registry.select(problem(CUDA), None)
     with pytest.raises(detkern.BackendUnavailable, match="backend='a' cannot run here: no driver"):
-        registry.select("gemm", problem(), "a")
+        registry.select(problem(), "a")
     with pytest.raises(detkern.DeviceError, match="backend='a' works on cpu arrays, these are on cuda:1"):
-        registry.select("gemm", problem(CUDA), "a")
-    with pytest.raises(detkern.ContractUnsupported, match="backend='a' has no block_scaled_gemm; it has gemm"):
-        registry.select("block_scaled_gemm", problem(), "a")
+        registry.select(problem(CUDA), "a")
+    install((row("a"), Fake("a", lacks=True)))
+    with pytest.raises(detkern.ContractUnsupported, match="backend='a' has no gemm; it has bias_gradient"):
+        registry.select(problem(), "a")
+    with pytest.raises(detkern.DeviceError, match="no backend has gemm on cpu; backends: a"):
+        registry.select(problem(), None)
     install((row("b"), Fake("b", None, "it computes fma")))
     with pytest.raises(detkern.ContractUnsupported, match="backend='b': it computes fma"):
-        registry.select("gemm", problem(), "b")
+        registry.select(problem(), "b")
 
 
 def test_dispatch_never_takes_a_backend_without_the_op(install: Install) -> None:
-    install((row("a", ops=("other",)), Fake("a")), (row("b"), backend := Fake("b")))
-    assert registry.select("gemm", problem(), None) is backend
-    assert registry.passed_over("gemm", problem(), "b", False) == [("a", "has no gemm")]
+    install((row("a"), Fake("a", lacks=True)), (row("b"), backend := Fake("b")))
+    assert registry.select(problem(), None)[0] is backend
+    assert registry.passed_over(problem(), "b", False) == [("a", "has no gemm")]
 
 
 def test_a_call_reaches_the_backend_that_dispatch_chose(install: Install) -> None:
     install((row("a"), Fake("a", "no driver")), (row("b"), backend := Fake("b")))
     detkern.gemm(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32))
-    (seen,) = backend.calls
-    assert (seen.m, seen.k, seen.n) == (2, 3, 4)
+    ((seen, m),) = backend.calls
+    assert (m, seen.m, seen.k, seen.n) == (2, 2, 3, 4)
+    detkern.gemm(np.ones((5, 3), np.float32), np.ones((3, 4), np.float32))
+    assert [(problem is seen, m) for problem, m in backend.calls] == [(True, 2), (True, 5)], "rows are an argument"
 
 
 def test_an_unavailable_backend_leaves_out_alone(install: Install) -> None:

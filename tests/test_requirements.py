@@ -17,7 +17,10 @@ from detkern.cli.main import main
 from detkern.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, Contract
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BackendUnavailable, ContractUnsupported, DeviceError
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.operation import Sample
+from detkern.operations.table import operation_of
 from detkern.requirements import TABLE, Offer, Row
 from detkern.tensors import Device, TensorView
 from detkern.triton import device as triton_device
@@ -40,8 +43,11 @@ def test_every_row_is_whole(row: Row) -> None:
     assert backend.name == row.name
     assert backend.deterministic == row.dispatched
     assert row.devices
-    for op in row.ops:
-        assert callable(getattr(backend, op)), op
+    assert backend.implementations
+    for problem_class, implementation in backend.implementations.items():
+        assert operation_of(problem_class.operation).problem is problem_class
+        for method in ("refuses", "explain", "prepare"):
+            assert callable(getattr(implementation, method)), (problem_class, method)
     assert {kind for offer in row.offers for kind in offer.devices} <= set(row.devices)
     assert bool(row.offers) == row.dispatched
     assert len({offer.contract for offer in row.offers}) == len(row.offers), "one offer a contract"
@@ -74,7 +80,7 @@ def test_a_package_that_is_not_installed(row: Row, monkeypatch: pytest.MonkeyPat
                 assert row.not_installed() == said
                 assert registry.load(row.name).unavailable(Device(kind)) == said
                 with pytest.raises(BackendUnavailable) as caught:
-                    registry.select("gemm", problem(device=Device(kind)), row.name)
+                    registry.select(problem(device=Device(kind)), row.name)
                 assert str(caught.value) == f"backend={row.name!r} cannot run here: {said}"
                 assert said in _said_by_info(row.name, kind)
     _forget()
@@ -256,12 +262,12 @@ def test_why_triton_cannot_run(kind: str, changes: dict[str, Any], index: int, r
     backend = registry.load("triton")
     assert backend.unavailable(device) == reason
     assert backend.capability(device) is None
-    assert backend.contracts(device) == []
+    assert registry.computed(backend, GEMM, device) == []
     with pytest.raises(BackendUnavailable) as caught:
-        registry.select("gemm", problem(device=device), "triton")
+        registry.select(problem(device=device), "triton")
     assert str(caught.value) == f"backend='triton' cannot run here: {reason}"
     with pytest.raises(BackendUnavailable, match="triton: ") as caught:
-        registry.select("gemm", problem(device=device), None)
+        registry.select(problem(device=device), None)
     assert f"triton: {reason}" in str(caught.value), "what was tried is named"
 
 
@@ -297,23 +303,33 @@ def test_rocm_has_triton_alone(torch: FakeTorch) -> None:
 # The self-check decides what is offered.
 
 
+def computes(made: Any, product: Callable[..., Any]) -> None:
+    """Has the products of a Triton backend computed by product(contract, a, b, initial)."""
+
+    def computed(facts: Any, sample: Sample) -> Any:
+        a, b, bias = sample.operands
+        assert bias is None
+        return product(CONTRACTS[sample.variant], a, b, sample.initial)
+
+    made.implementations[GEMM.problem].computed = computed
+
+
 @pytest.fixture
 def checked(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[Callable[..., Any]], Any]:
     """checked(product): a new backend on the made-up device, whose products `product` computes."""
     from detkern import config, selfcheck
+    from detkern.operations.gemm import operation as cases
     from detkern.triton import backend
 
     monkeypatch.setattr(config, "cache_dir", tmp_path)
     monkeypatch.setattr(selfcheck, "_outcomes", {})
-    monkeypatch.setattr(selfcheck, "_DEPTHS", (17,))
-    monkeypatch.setattr(selfcheck, "_M", 3)
-    monkeypatch.setattr(selfcheck, "_N", 4)
+    monkeypatch.setattr(cases, "_DEPTHS", (17,))
+    monkeypatch.setattr(cases, "_M", 3)
+    monkeypatch.setattr(cases, "_N", 4)
 
     def make(product: Callable[..., Any]) -> Any:
         made = backend.TritonBackend()
-        made.__dict__["_launch"] = SimpleNamespace(
-            product=lambda facts, *arguments: product(*arguments), column_sum_on=lambda facts, *arguments: None
-        )
+        computes(made, product)
         return made
 
     return make
@@ -322,7 +338,7 @@ def checked(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 def test_a_device_whose_dot_adds_otherwise_is_refused_mma16_and_offered_the_rest(
     checked: Callable[[Callable[..., Any]], Any],
 ) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
 
     def product(contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
         # Another tensor core's steps: groups of 8.
@@ -331,12 +347,12 @@ def test_a_device_whose_dot_adds_otherwise_is_refused_mma16_and_offered_the_rest
 
     made = checked(product)
     cuda = Device("cuda")
-    reason = made.refuses(problem(MMA16, BF16))
+    reason = made.implementations[GEMM.problem].refuses(problem(MMA16, BF16))
     assert reason is not None
     assert reason.startswith("mma16 for bf16: tl.dot on cuda:0 (Made-up GPU) differs from the CPU replay in ")
     assert "; it has fma (f32, f16, bf16), tree (bf16, f16)" in reason
-    assert made.refuses(problem(FMA, BF16)) is None
-    offered = {contract.name for contract, _ in made.contracts(cuda)}
+    assert made.implementations[GEMM.problem].refuses(problem(FMA, BF16)) is None
+    offered = {name for name, _ in registry.computed(made, GEMM, cuda)}
     assert offered == {"fma", "tree", "tree-mma16"}
     facts = made.facts(cuda)
     assert facts["self-check of mma16 bf16"].startswith("differs from the CPU replay")
@@ -345,21 +361,19 @@ def test_a_device_whose_dot_adds_otherwise_is_refused_mma16_and_offered_the_rest
 
 
 def test_a_self_check_that_does_not_finish_is_no_answer(checked: Callable[[Callable[..., Any]], Any]) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
 
     made = checked(lambda *arguments: (_ for _ in ()).throw(DeviceError("out of memory")))
-    said = made.refuses(problem(FMA, F16))
+    said = made.implementations[GEMM.problem].refuses(problem(FMA, F16))
     assert said == "the self-check of fma for f16 on cuda:0 (Made-up GPU) did not finish: out of memory"
-    made.__dict__["_launch"] = SimpleNamespace(
-        product=lambda facts, contract, a, b, initial=None: numpy_replay.gemm(contract, a, b, initial=initial)
-    )
-    assert made.refuses(problem(FMA, F16)) is None
+    computes(made, lambda contract, a, b, initial=None: numpy_replay.gemm(contract, a, b, initial=initial))
+    assert made.implementations[GEMM.problem].refuses(problem(FMA, F16)) is None
 
 
 def test_an_outcome_holds_for_a_version_of_triton(
     checked: Callable[[Callable[..., Any]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from detkern.cpu import numpy_replay
+    from detkern.operations.gemm import replay as numpy_replay
     from detkern.triton import backend
 
     calls = []
@@ -373,7 +387,7 @@ def test_an_outcome_holds_for_a_version_of_triton(
             monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
             backend._digest.cache_clear()
             before = len(calls)
-            assert checked(product).refuses(problem(MMA16, F16)) is None
+            assert checked(product).implementations[GEMM.problem].refuses(problem(MMA16, F16)) is None
             assert (len(calls) > before) == again
     finally:
         backend._digest.cache_clear()
@@ -387,7 +401,7 @@ def test_nothing_is_substituted(checked: Callable[[Callable[..., Any]], Any], mo
         patch.setattr(registry, "load", loaded.__getitem__)
         patch.setattr(loaded["cuda"], "unavailable", lambda device: "CuPy is on holiday")
         with pytest.raises(ContractUnsupported) as caught:
-            registry.select("gemm", problem(MMA8, BF16), None)
+            registry.select(problem(MMA8, BF16), None)
     said = str(caught.value)
     assert said.startswith(
         "no backend takes this gemm on cuda:0: cuda: CuPy is on holiday; triton: mma8 has no kernel here"

@@ -21,12 +21,13 @@ from oracles import rational
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, config, rows
 from detkern.abi import mirror
-from detkern.abi.descriptors import row_descriptor
+from detkern.abi.descriptors import row_descriptors
 from detkern.abi.library import Library
-from detkern.cpu import backend, numpy_rows
+from detkern.cpu import backend
 from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operands import KINDS, generate
-from detkern.problem import RowKind, row_problem
+from detkern.operations.rows import replay as numpy_rows
+from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import Device, TensorView
 
 DTYPES = (F32, F16, BF16)
@@ -611,7 +612,7 @@ def test_the_library_checks_descriptors_itself() -> None:
     x, y, out = np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
     plain = _view((2, 2), (2, 1))
     problem = row_problem(RowKind.SOFTMAX_BACKWARD, plain, plain, plain, 2)
-    good = mirror.RowDescriptor.from_buffer_copy(row_descriptor(problem))
+    good = mirror.RowDescriptor.from_buffer_copy(row_descriptors(problem)[0][0])
     good.a, good.b, good.out = x.ctypes.data, y.ctypes.data, out.ctypes.data
     library.rows(good)
     assert out.tolist() == [[-1, -1], [-1, -1]]
@@ -650,10 +651,11 @@ def test_the_problem_merges_what_it_can() -> None:
 def test_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _view((2, 2), (2, 1))
     problem = row_problem(RowKind.SOFTMAX, plain, None, plain, 2)
-    assert backend.BACKEND.kernel(problem).name.startswith("c++ softmax (")
-    assert backend.BACKEND.refuses(problem) is None
+    rows = backend.BACKEND.implementations[type(problem)]
+    assert rows.explain(problem).name.startswith("c++ softmax (")
+    assert rows.refuses(problem) is None
     monkeypatch.setattr(backend, "library", lambda: None)
-    assert backend.BACKEND.kernel(problem).name == "numpy softmax"
+    assert rows.explain(problem).name == "numpy softmax"
 
 
 def test_the_replay_refuses_what_it_cannot_add() -> None:

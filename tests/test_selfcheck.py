@@ -3,17 +3,23 @@ The checks themselves are tested with the backends that run them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from detkern import config, selfcheck
+from detkern import config, operands, selfcheck
 from detkern.contracts import FMA, MMA16
-from detkern.dtypes import BF16, F16, F32
+from detkern.dtypes import BF16, F16, F32, from_numpy
 from detkern.errors import ArgumentError, DeviceError
-from detkern.problem import RowKind
+from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.operation import Operation, Sample, replayed
+from detkern.operations.rows.problem import RowKind
+from detkern.operations.table import OPERATIONS
 from detkern.selfcheck import Outcome
 
 
@@ -41,8 +47,8 @@ def test_a_check_that_raises_says_what() -> None:
     def run() -> Outcome:
         raise DeviceError("out of memory")
 
-    said = selfcheck.refusal(selfcheck.COLUMN_SUM, BF16, "cuda:1", run)
-    assert said == "the self-check of column_sum for bf16 on cuda:1 did not finish: out of memory"
+    said = selfcheck.refusal("bias_gradient", BF16, "cuda:1", run)
+    assert said == "the self-check of bias_gradient for bf16 on cuda:1 did not finish: out of memory"
 
 
 def test_what_no_check_may_raise_comes_through() -> None:
@@ -50,21 +56,47 @@ def test_what_no_check_may_raise_comes_through() -> None:
         selfcheck.refusal(FMA, F16, "cuda:1", lambda: Outcome(1 // 0, 0, ""))
 
 
-def test_results_are_of_the_operands_type_or_with_an_accumulator_float32() -> None:
-    array, initial = np.zeros((2, 2), np.float16), np.zeros((2, 2), np.float32)
-    assert selfcheck.types_of(array, None, "a") == (F16, F16)
-    assert selfcheck.types_of(array, initial, "a") == (F16, F32)
-    with pytest.raises(ArgumentError, match="dc of int64 has no kernel"):
-        selfcheck.types_of(np.zeros(3, np.int64), None, "dc")
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_the_cases_of_every_operation_are_of_its_types_and_of_every_kind(operation: Operation[Any]) -> None:
+    """The replay agrees with itself, and a result with one bit flipped is seen, whatever the operation."""
+    for variant, dtypes in operation.variants.items():
+        cases = list(itertools.islice(operation.cases(variant, dtypes[0]), 400))
+        for kind in operands.KINDS:
+            assert any(case.about.startswith(f"{kind} operands") for case in cases), (variant, kind)
+        for case in cases:
+            assert from_numpy(case.operands[0].dtype) == dtypes[0]
+            assert case.dtype == (F32 if case.initial is not None else case.dtype)
+    variant, dtypes = next(iter(operation.variants.items()))
+    short = replace(operation, cases=lambda variant, dtype: itertools.islice(operation.cases(variant, dtype), 2))
+    assert not selfcheck.check(short, variant, dtypes[-1], lambda sample: replayed(operation, sample)).differing
+
+    def wrong(sample: Sample) -> Any:
+        result = replayed(operation, sample)
+        result.view(f"u{result.itemsize}").flat[-1] ^= 1
+        return result
+
+    assert selfcheck.check(short, variant, dtypes[-1], wrong).differing == 2
+
+
+def test_types_without_a_kernel_are_named() -> None:
+    class Place:
+        execution = None
+
+        def put(self, array: Any, dtype: Any) -> Any:
+            raise AssertionError("nothing is copied")
+
+    sample = Sample("bias_gradient", (np.zeros((4, 4), np.int64),), (4,), F32)
+    with pytest.raises(ArgumentError, match="operand of int64 has no kernel"):
+        selfcheck.computed_at(Place(), BIAS_GRADIENT, None, sample)  # type: ignore[arg-type]
 
 
 def test_reports_of_checks_that_have_run_and_that_have_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(config, "cache_dir", tmp_path)
     monkeypatch.setattr(selfcheck, "_outcomes", {})
-    monkeypatch.setattr(selfcheck, "check", lambda contract, *_: DIFFERS if contract == MMA16 else AGREES)
+    monkeypatch.setattr(selfcheck, "check", lambda _, variant, *rest: DIFFERS if variant == "mma16" else AGREES)
     device = Made()
     for contract in (FMA, MMA16):
-        selfcheck.outcome(device, contract, F16, "cuda", "digest", lambda *given: given[1])
+        selfcheck.outcome(device, GEMM, contract.name, F16, "cuda", "digest", lambda sample: sample.result())
     assert selfcheck.known_to_differ(device, MMA16, F16, "cuda", "digest")
     assert not selfcheck.known_to_differ(device, FMA, F16, "cuda", "digest")
     assert not selfcheck.known_to_differ(device, MMA16, F16, "cuda", "another"), "no outcome, so nothing is known"

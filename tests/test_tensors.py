@@ -23,6 +23,7 @@ from detkern.backend import Execution
 from detkern.cpu.backend import BACKEND as CPU_BACKEND
 from detkern.dtypes import BF16, DTYPES, F32, DType
 from detkern.errors import ArgumentError
+from detkern.operations.gemm.problem import GemmProblem
 from detkern.tensors import (
     Device,
     TensorView,
@@ -420,18 +421,25 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         def unavailable(self, device: Device) -> None:
             return None
 
-        refuses = unavailable
+        def refuses(self, problem: Any) -> None:
+            return None
 
         def capability(self, device: Device) -> tuple[int, int]:
             return 9, 0
 
-        def gemm(self, problem: Any, *arguments: Any) -> None:
-            fake.log.append(("launch", arguments[-1].stream))
-            CPU_BACKEND.gemm(problem, *arguments)
+        def prepare(self, problem: Any, execution: Any) -> Any:
+            computed = CPU_BACKEND.implementations[GemmProblem].prepare(problem, execution)
 
-    row = registry.Row("fake", "", ("cuda",), ("gemm",))
+            def run(m: int, *arguments: Any) -> None:
+                fake.log.append(("launch", arguments[-1].stream))
+                computed(m, *arguments)
+
+            return run
+
+    row = registry.Row("fake", "", ("cuda",))
     monkeypatch.setattr(registry, "TABLE", (row,))
     backend = Backend()
+    backend.implementations = {GemmProblem: backend}
     monkeypatch.setattr(registry, "load", lambda name: backend)
     plan.forget_plans()
     yield fake

@@ -14,8 +14,8 @@ from frameworks import from_torch, same, to_torch
 import detkern
 from detkern import operands
 from detkern.contracts import get_contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
+from detkern.operations.gemm import replay as numpy_replay
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
 from detkern.contracts import FMA, TREE
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F32
+from detkern.operations.gemm import replay as numpy_replay
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from linear_layers import Doubles, converted, follows, linear, operands, plain

@@ -12,8 +12,9 @@ from frameworks import from_torch, same, same_bits, tensor
 import detkern
 from detkern import config
 from detkern.contracts import CONTRACTS, FMA, MMA16, TREE, TREE_MMA16, Contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32, DType
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
+from detkern.operations.gemm import replay as numpy_replay
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt
@@ -47,7 +48,7 @@ def test_linear_and_its_gradients_are_the_replay(
     assert same(from_torch(weight.grad), replay(contract, drows.T, rows))
     assert weight.grad.is_contiguous()
     if bias is not None:
-        assert same(from_torch(bias.grad), numpy_replay.column_sum(from_torch(dy), out_dtype=bias_dtype))
+        assert same(from_torch(bias.grad), replayed_column_sum(from_torch(dy), out_dtype=bias_dtype))
 
 
 @pytest.mark.parametrize(("contract", "dtype"), [(FMA, BF16), (MMA16, BF16), (MMA16, F16), (TREE, BF16)], ids=str)
@@ -67,7 +68,7 @@ def test_a_float32_result_rounds_the_incoming_gradient_before_both_products(
     assert same(from_torch(x.grad), replay(contract, rounded, weight))
     assert same(from_torch(weight.grad), replay(contract, rounded.T, x))
     # The bias's sum is no product: it takes the gradient as it comes.
-    assert same(from_torch(bias.grad), numpy_replay.column_sum(from_torch(dy)))
+    assert same(from_torch(bias.grad), replayed_column_sum(from_torch(dy)))
 
     a, b = x.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_()
     dt.matmul(a, b, contract=contract.name, out_dtype="float32").backward(dy)
@@ -209,7 +210,7 @@ def test_layouts_do_not_change_a_bit(device: str) -> None:
 def test_only_the_gradients_asked_for_are_computed(
     wanted: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from detkern.autograd import torch as binding
+    from detkern.torch import gradients as binding
 
     done = []
     product, column = binding.matmul, binding.bias_gradient
@@ -333,7 +334,7 @@ def test_calls_that_look_alike_are_told_apart(device: str) -> None:
     for dtype in (F32, BF16, F32):
         for dy in (x, x.T):
             column = eager.bias_gradient(dy, TYPES[dtype], None)
-            assert same(from_torch(column), numpy_replay.column_sum(from_torch(dy), out_dtype=dtype))
+            assert same(from_torch(column), replayed_column_sum(from_torch(dy), out_dtype=dtype))
 
 
 def test_a_lazy_sign_is_not_lost(device: str) -> None:

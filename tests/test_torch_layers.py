@@ -14,8 +14,8 @@ from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
 from detkern.contracts import TREE
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F32
+from detkern.operations.gemm import replay as numpy_replay
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt
@@ -285,7 +285,7 @@ def run(code: str) -> str:
 def test_detkern_torch_is_imported_only_when_asked_for() -> None:
     code = (
         "import sys, torch, detkern; print('detkern.torch' in sys.modules)\n"
-        "import detkern.autograd.torch; print(torch.ops.detkern.linear)\n"
+        "import detkern.torch.gradients; print(torch.ops.detkern.linear)\n"
         "print(sorted({'jax', 'cupy', 'triton', 'torch._dynamo'} & {*sys.modules}))"
     )
     assert run(code).splitlines() == ["False", "detkern.linear", "[]"]
@@ -293,7 +293,7 @@ def test_detkern_torch_is_imported_only_when_asked_for() -> None:
 
 def test_without_torch_the_import_says_what_to_install() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; import detkern, detkern.autograd.rules\n"
+        "import sys; sys.modules['torch'] = None; import detkern, detkern.operations.gemm.gradient\n"
         "try: import detkern.torch\n"
         "except ImportError as error: print(error)\n"
     )

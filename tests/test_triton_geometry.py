@@ -6,7 +6,7 @@ import pytest
 
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import BF16, F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 from detkern.triton.geometry import Load, choose, load_paths, tiles_for
 

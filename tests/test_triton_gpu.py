@@ -14,7 +14,8 @@ import detkern
 from detkern import operands, registry
 from detkern.contracts import CONTRACTS, Contract
 from detkern.dtypes import BF16, F16, F32, DType
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 
 pytestmark = pytest.mark.gpu
@@ -177,7 +178,7 @@ def test_bias_gradients() -> None:
 
 def test_the_backend_offers_what_it_has_and_says_how_it_found_out() -> None:
     backend = registry.load("triton")
-    offered = {(contract.name, dtype.short) for contract, dtype in backend.contracts(cu_device.DEVICE)}
+    offered = {(name, dtype.short) for name, dtype in registry.computed(backend, GEMM, cu_device.DEVICE)}
     assert offered == {(contract.name, dtype.short) for contract, dtype in PAIRS}
     facts = backend.facts(cu_device.DEVICE)
     assert facts["self-check of mma16 bf16"].startswith("agrees with the CPU replay on")

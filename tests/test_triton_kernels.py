@@ -99,7 +99,7 @@ def _compiled(contract: Any, target: Any, **options: Any) -> Any:
     import triton.language as tl
 
     from detkern.dtypes import BF16
-    from detkern.problem import gemm_problem
+    from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
     from detkern.triton import geometry, launch
 

@@ -17,7 +17,7 @@ from detkern.cu import geometry, loader
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild
 from detkern.dtypes import F32, DType
-from detkern.problem import GemmProblem, gemm_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 
 # M, N and K; multiples of 8 take the vector paths, the others the path of any strides; K has ragged ends of all kinds.
@@ -83,7 +83,8 @@ def run(
     from detkern.triton import launch
 
     problem = gemm_problem(contract, a, b, out, bias, accumulate)
-    launch.launch(problem, a, b, out, bias, Execution(device, stream, allocate))
+    if 0 not in out.shape:
+        launch.Launches(problem)(problem.m, (a, b, bias), out, Execution(device, stream, allocate))
 
 
 def _compile(problem: GemmProblem) -> None:

@@ -12,9 +12,14 @@ import numpy as np
 from detkern import operands, selfcheck
 from detkern.backend import Execution
 from detkern.contracts import CONTRACTS, Contract
-from detkern.cpu import numpy_replay
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
-from detkern.problem import column_sum_problem, gemm_problem
+from detkern.operations.bias_gradient.problem import column_sum_problem
+from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
+from detkern.operations.gemm import operation as cases
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.operation import GEMM
+from detkern.operations.gemm.problem import gemm_problem
+from detkern.operations.operation import Sample
 from detkern.tensors import TensorView
 from detkern.tensors.numpy import CPU, scratch
 from detkern.triton import geometry, launch
@@ -79,7 +84,8 @@ def product(
     problem = gemm_problem(contract, *views, initial is not None)
     # The interpreter takes its time for each element of a tile; the tile changes no bit.
     chosen = None if 0 in shape else geometry.choose(problem, 1, tile or SMALL)
-    launch.launch(problem, *views, EXECUTION, chosen)
+    if chosen is not None:
+        launch.Launches(problem, chosen)(problem.m, (views[0], views[1], views[3]), views[2], EXECUTION)
     return np.ascontiguousarray(out)
 
 
@@ -174,7 +180,8 @@ def batches() -> None:
     ):
         out = aligned((*left.shape[:-1], 4), BF16.numpy)
         views = view(left), view(right), view(out)
-        launch.launch(gemm_problem(contract, *views, None, False), *views, None, EXECUTION)
+        problem = gemm_problem(contract, *views, None, False)
+        launch.Launches(problem)(problem.m, (views[0], views[1], None), views[2], EXECUTION)
         want = np.empty_like(out)
         for index in np.ndindex(left.shape[:-2]):
             want[index] = numpy_replay.gemm(contract, left[index], right[index])
@@ -191,19 +198,23 @@ def sums() -> None:
             for array, initial in ((dc.transpose(order), None), (np.asfortranarray(dc), start)):
                 out = np.empty(shape[-1:], dtype.numpy) if initial is None else initial.copy()
                 problem = column_sum_problem(view(array), view(out), initial is not None)
-                launch.column_sum(problem, view(array), view(out), EXECUTION)
-                check(out, numpy_replay.column_sum(array, initial=initial), kind, dtype, array.strides)
+                launch.Sums(problem)(problem.m, (view(array),), view(out), EXECUTION)
+                check(out, replayed_column_sum(array, initial=initial), kind, dtype, array.strides)
 
 
 def check_of(contract: str, dtype: DType) -> selfcheck.Outcome:
     """The self-check as a device gets it, on fewer operands."""
     tile = geometry.Tile(16, 16, 16, 4, 1)
-    return selfcheck.check(CONTRACTS[contract], dtype, functools.partial(product, tile=tile))
+
+    def computed(sample: Sample) -> np.ndarray:
+        return product(CONTRACTS[sample.variant], *sample.operands[:2], sample.initial, tile=tile)
+
+    return selfcheck.check(GEMM, contract, dtype, computed)
 
 
 def selfcheck_() -> None:
     """The self-check lets through what has the bits and refuses NumPy's product, which does not add as a tensor core does."""
-    selfcheck._M, selfcheck._N, selfcheck._DEPTHS = 4, 8, (9,)
+    cases._M, cases._N, cases._DEPTHS = 4, 8, (9,)
     good, bad = check_of("fma", F16), check_of("mma16", F16)
     assert not good.differing, good
     assert bad.differing, bad

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-
-from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, Matrix, RowProblem, batch_offsets
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.block_scaled.problem import BlockScaledProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix, batch_offsets
+from ..operations.rows.problem import RowProblem
 from . import mirror
 
-__all__ = ["block_scaled_descriptor", "column_sum_descriptor", "gemm_descriptors", "row_descriptor"]
+__all__ = ["block_scaled_descriptors", "column_sum_descriptors", "gemm_descriptors", "row_descriptors"]
+
+# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in the
+# structure's order.
+Templates = list[tuple[bytes, tuple[int, ...]]]
 
 
-@functools.lru_cache(maxsize=1024)
-def gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """The descriptors without threads and pointers, one for each index of the batch dimensions that exceed the ABI's,
-    each with the bytes from the operands' pointers to its own a, b and out."""
+def gemm_descriptors(problem: GemmProblem) -> Templates:
+    """One for each index of the batch dimensions that exceed the ABI's."""
     outer = problem.batch[: -mirror.MAX_BATCH_RANK]
     d = mirror.described(mirror.GemmDescriptor)
     d.contract = problem.contract.code
@@ -34,11 +38,10 @@ def gemm_descriptors(problem: GemmProblem) -> list[tuple[bytes, tuple[int, int, 
         d.bias_dtype = problem.bias.dtype.code
         d.bias_stride = problem.bias.stride
     template = bytes(d)
-    return [(template, (a, b, out)) for a, b, out in batch_offsets(outer, problem.a, problem.b, problem.out)]
+    return [(template, (a, b, out, 0)) for a, b, out in batch_offsets(outer, problem.a, problem.b, problem.out)]
 
 
-@functools.lru_cache(maxsize=1024)
-def block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
+def block_scaled_descriptors(problem: BlockScaledProblem) -> Templates:
     """The one descriptor."""
     d = mirror.described(mirror.BlockScaledDescriptor)
     d.a_dtype, d.b_dtype, d.out_dtype = problem.a.dtype.code, problem.b.dtype.code, problem.out.dtype.code
@@ -48,11 +51,10 @@ def block_scaled_descriptor(problem: BlockScaledProblem) -> bytes:
         matrix: Matrix = getattr(problem, name)
         setattr(d, f"{name}_row_stride", matrix.row_stride)
         setattr(d, f"{name}_col_stride", matrix.col_stride)
-    return bytes(d)
+    return [(bytes(d), (0,) * 5)]
 
 
-@functools.lru_cache(maxsize=1024)
-def column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
+def column_sum_descriptors(problem: ColumnSumProblem) -> Templates:
     """The one descriptor."""
     d = mirror.described(mirror.ColumnSumDescriptor)
     d.operand_dtype, d.out_dtype = problem.dc.dtype.code, problem.out.dtype.code
@@ -64,11 +66,10 @@ def column_sum_descriptor(problem: ColumnSumProblem) -> bytes:
         d.batch_strides[index] = problem.dc.batch_strides[index]
     d.row_stride, d.col_stride = problem.dc.row_stride, problem.dc.col_stride
     d.out_stride = problem.out.stride
-    return bytes(d)
+    return [(bytes(d), (0,) * 2)]
 
 
-@functools.lru_cache(maxsize=1024)
-def row_descriptor(problem: RowProblem) -> bytes:
+def row_descriptors(problem: RowProblem) -> Templates:
     """The one descriptor."""
     d = mirror.described(mirror.RowDescriptor)
     d.kind = int(problem.kind)
@@ -84,4 +85,4 @@ def row_descriptor(problem: RowProblem) -> bytes:
                 strides[index] = stride
             setattr(d, f"{name}_row_stride", matrix.row_stride)
             setattr(d, f"{name}_col_stride", matrix.col_stride)
-    return bytes(d)
+    return [(bytes(d), (0,) * 3)]

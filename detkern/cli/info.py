@@ -19,10 +19,12 @@ import detkern
 
 from .. import __version__, config, registry, requirements
 from ..abi.build import cache_folder, find_compiler
+from ..contracts import CONTRACTS
 from ..cpu import threads
 from ..dtypes import DTYPES
 from ..errors import BuildError, DetkernError
 from ..operands import VERSION
+from ..operations.table import OPERATIONS
 from ..tensors import Device
 from .devices import devices, no_device
 from .options import json_option
@@ -134,11 +136,17 @@ def _backend(row: registry.Row, device: Device) -> dict[str, Any]:
         reason = backend.unavailable(device)
     except (ImportError, DetkernError) as error:
         return record | {"unavailable": f"{type(error).__name__}: {error}"}
-    record |= {"unavailable": reason, "deterministic": backend.deterministic, "ops": list(row.ops)}
+    record |= {
+        "unavailable": reason,
+        "deterministic": backend.deterministic,
+        "operations": registry.operations(backend),
+    }
     if reason is not None:
         return record
-    for contract, dtype in backend.contracts(device):
-        record["contracts"].setdefault(contract.name, []).append(dtype.short)
+    for operation in OPERATIONS:
+        if set(operation.variants) <= set(CONTRACTS):
+            for name, dtype in registry.computed(backend, operation, device):
+                record["contracts"].setdefault(name, []).append(dtype.short)
     # What a backend has to say about itself there, such as the outcome of a self-check.
     facts = getattr(backend, "facts", None)
     record["facts"] = dict(facts(device)) if facts is not None else {}
@@ -243,7 +251,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         offers = ", ".join(f"{name} ({' '.join(types)})" for name, types in record["contracts"].items())
         only = "" if record["dispatched"] else "only when named with backend=; "
         table.add_row(f"  {where}", only + (offers or "computes no contract: its bits are the framework's"))
-        table.add_row("", Text(f"ops: {', '.join(record['ops'])}", "dim"))
+        table.add_row("", Text(f"operations: {', '.join(record['operations'])}", "dim"))
         for name, value in record.get("facts", {}).items():
             table.add_row("", Text(f"{name}: {value}", "dim"))
     console.print(table)

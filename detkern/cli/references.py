@@ -13,10 +13,13 @@ import detkern
 from .. import registry
 from ..api import block_scaled_gemm
 from ..contracts import FMA, Contract
-from ..cpu import numpy_replay
 from ..cpu.backend import library
 from ..dtypes import BF16, F16, F32, DType
 from ..operands import KINDS, generate
+from ..operations.bias_gradient.operation import BIAS_GRADIENT
+from ..operations.bias_gradient.replay import column_sum as replayed_column_sum
+from ..operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from ..operations.gemm import replay as numpy_replay
 from .devices import fetch
 from .properties import INVARIANCE, Effort, Property, sampled
 from .results import Histogram, Tally, Trial
@@ -109,7 +112,7 @@ def replay(
     """The same product elsewhere: the CPU backend's by the NumPy replay, any other's by the CPU backend."""
     if subject.backend == "cpu":
         if operands.scale_a is not None and operands.scale_b is not None:
-            return numpy_replay.block_scaled_gemm(
+            return replayed_block_scaled(
                 operands.a, operands.scale_a, operands.b, operands.scale_b, initial=initial, out_dtype=out_dtype or F32
             )
         return numpy_replay.gemm(
@@ -164,8 +167,8 @@ def agreement(subject: Subject, effort: Effort, tally: Tally) -> None:
 def _sums(subject: Subject) -> bool:
     """Whether the backend's bias gradient is looked at here: with `fma`, which takes every type, of whose product with a
     row of ones it has the bits."""
-    rows = [row for row in registry.TABLE if row.name == subject.backend]
-    return subject.contract == FMA and subject.follows and "column_sum" in rows[0].ops
+    implemented = BIAS_GRADIENT.problem in registry.load(subject.backend).implementations
+    return subject.contract == FMA and subject.follows and implemented
 
 
 def _bias_gradient(subject: Subject, effort: Effort, tally: Tally, kind: str, seed: int) -> None:
@@ -178,7 +181,7 @@ def _bias_gradient(subject: Subject, effort: Effort, tally: Tally, kind: str, se
         plain = detkern.bias_gradient(subject.place(dc), backend=subject.backend)
         for said, got, initial in (("", plain, None), (", onto out", out, start)):
             if subject.backend == "cpu":
-                want = numpy_replay.column_sum(dc, initial=initial)
+                want = replayed_column_sum(dc, initial=initial)
             else:
                 onto = None if initial is None else initial.copy()
                 want = np.asarray(detkern.bias_gradient(dc, out=onto, accumulate=onto is not None, backend="cpu"))

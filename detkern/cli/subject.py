@@ -12,10 +12,11 @@ import detkern
 
 from .. import registry, requirements
 from ..api import block_scaled_gemm
-from ..contracts import FP8_BLOCK128, Contract, default_contract
+from ..contracts import CONTRACTS, FP8_BLOCK128, Contract, default_contract
 from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ..errors import ArgumentError, BackendUnavailable
 from ..operands import generate
+from ..operations.table import OPERATIONS
 from ..tensors import Device
 from .devices import devices, fetch, no_device, place
 
@@ -103,6 +104,16 @@ class Subject:
     contract: Contract
     dtype: DType
     follows: bool = True
+
+    @property
+    def name(self) -> str:
+        """What it is called beside its type."""
+        return self.contract.name
+
+    @property
+    def summary(self) -> str:
+        """What it computes, in one line."""
+        return self.contract.summary
 
     @property
     def scaled(self) -> bool:
@@ -244,10 +255,14 @@ def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list
         if reason := backend.unavailable(device):
             reasons.append(f"{row.name} on {device} is unavailable: {reason}")
             continue
-        pairs = backend.contracts(device)
+        products = [operation for operation in OPERATIONS if set(operation.variants) <= set(CONTRACTS)]
+        pairs = [
+            (CONTRACTS[name], dtype)
+            for operation in products
+            for name, dtype in registry.computed(backend, operation, device)
+        ]
         if not backend.deterministic:
             pairs = [(default_contract(d, device.kind, backend.capability(device)), d) for d in (F32, F16, BF16)]
         for contract, dtype in pairs:
-            if contract != FP8_BLOCK128 or "block_scaled_gemm" in row.ops:
-                subjects.append(Subject(row.name, device, contract, dtype, backend.deterministic))
+            subjects.append(Subject(row.name, device, contract, dtype, backend.deterministic))
     return subjects

@@ -7,21 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..operations.operation import Operands, Problem
 from ..plan_cache import PlanCache
-from ..problem import ColumnSumProblem, RowProblem
+from ..tensors.execution import Execution
+from ..tensors.view import TensorView
 
-__all__ = ["BlockLauncher", "BlockPlan"]
+__all__ = ["BlockPlan", "BlockRun", "launch"]
 
-_P = TypeVar("_P", ColumnSumProblem, RowProblem)
-_L = TypeVar("_L")
+_P = TypeVar("_P", bound=Problem)
 
-_PLANS = 1024  # of a kernel file, kept at most
+_PLANS = 256  # numbers of rows of one layout, kept at most
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """Everything about a launch but its pointers and its stream."""
 
+    problem: Problem
     function: int  # CUfunction
     grid: int
     threads: int
@@ -29,28 +31,38 @@ class BlockPlan:
     params: bytes  # after the pointers
 
 
-class BlockLauncher(Generic[_P, _L]):
-    """What launches the problems of one kernel file, each by a plan that is made once.
+class BlockRun(Generic[_P]):
+    """`backend.Run` of a kernel file: what launches one layout, by a plan that is made once for a number of rows.
 
-    plan_for: (problem, stream, launch or None for the problem's own) -> a new plan. It compiles and loads the kernel, on the
-    device, which is current then.
+    plan_for: (problem, stream) -> a new plan. It compiles and loads the kernel, on the device, which is current then.
+    head:     (operands, out) -> the block's pointers.
     """
 
-    def __init__(self, plan_for: Callable[[_P, int, _L | None], BlockPlan]) -> None:
-        self._plan_for: Callable[[_P, int, _L | None], BlockPlan] = plan_for
-        self.plans: PlanCache[_P, BlockPlan] = PlanCache(_PLANS)
+    __slots__ = ("_head", "_plan_for", "_problem", "plans")
 
-    def __call__(self, problem: _P, pointers: bytes, stream: int, chosen: _L | None) -> None:
-        """Enqueue it. pointers: the block's head. Raises DeviceError where the device or its driver reports a fault, BuildError
-        where the kernel does not compile."""
+    def __init__(
+        self, problem: _P, plan_for: Callable[[_P, int], BlockPlan], head: Callable[[Operands, TensorView], bytes]
+    ) -> None:
+        self._problem, self._plan_for, self._head = problem, plan_for, head
+        self.plans: PlanCache[int, BlockPlan] = PlanCache(_PLANS)
+
+    def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
+        """Enqueue it. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not
+        compile."""
         from .current import on_device
 
-        plan = self.plans.get(problem) if chosen is None else None
+        plan = self.plans.get(m) or self.plans.recall(m)
         if plan is None:
-            plan = on_device(problem, self._plan_for, problem, stream, chosen)
-            if chosen is None:
-                self.plans.keep(problem, plan)
-        on_device(problem, _enqueue, plan, pointers, stream)
+            problem = self._problem.with_rows(m)
+            plan = self.plans.keep(m, on_device(problem, self._plan_for, problem, execution.stream))
+        on_device(plan.problem, _enqueue, plan, self._head(operands, out), execution.stream)
+
+
+def launch(problem: Problem, plan_for: Callable[[], BlockPlan], head: bytes, stream: int) -> None:
+    """Launch a plan that is made for this once, such as one of a tile that the tables do not choose."""
+    from .current import on_device
+
+    on_device(problem, _enqueue, on_device(problem, plan_for), head, stream)
 
 
 def _enqueue(plan: BlockPlan, pointers: bytes, stream: int) -> None:

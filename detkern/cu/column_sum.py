@@ -8,22 +8,23 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
 
-from .. import selfcheck
-from ..backend import Execution, Kernel
+from ..backend import Execution, Kernel, Run
 from ..dtypes import BF16, F16, F32, DType
-from ..problem import ColumnSumProblem, column_sum_problem
+from ..operations.bias_gradient.operation import BIAS_GRADIENT
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.operation import Operands
 from ..tensors import TensorView
-from .block_launch import BlockLauncher, BlockPlan
-from .device import SEEN, CudaDevice, describe
+from . import block_launch
+from .block_launch import BlockPlan, BlockRun
+from .device import describe
 from .geometry import Load
-from .host_arrays import placing
-from .loader import KernelBuild, load_function, source_digest
+from .implementation import CudaImplementation
+from .loader import KernelBuild, load_function
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "build_for", "builds", "choose", "kernel", "launch",
-    "load_path", "pack_params", "refusal", "sum_on", "tiles_for",
+    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "Sums", "build_for", "builds", "choose", "launch",
+    "load_path", "pack_params", "tiles_for",
 ]  # fmt: skip
 
 SOURCE = "column_sum.cu"
@@ -139,16 +140,19 @@ def pack_params(problem: ColumnSumProblem) -> bytes:
     )  # fmt: skip
 
 
-def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None) -> BlockPlan:
+def _plan_for(problem: ColumnSumProblem, stream: int, chosen: SumLaunch | None = None) -> BlockPlan:
     device = describe(problem.device.index)
     if chosen is None:
         chosen = choose(problem, device.multiprocessors)
     function = load_function(device.index, device.capability, chosen.build, stream)
     params = pack_params(problem)
-    return BlockPlan(function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
+    return BlockPlan(problem, function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
 
 
-_launcher = BlockLauncher(_plan_for)
+def _head(operands: Operands, out: TensorView) -> bytes:
+    (dc,) = operands
+    assert dc is not None
+    return _POINTERS.pack(dc.pointer, out.pointer)
 
 
 def launch(
@@ -158,48 +162,28 @@ def launch(
     execution: Execution,
     chosen: SumLaunch | None = None,
 ) -> None:
-    """Enqueue the sums on the execution's stream. Nothing waits for the device, nothing is read back, no memory is taken:
-    once the kernel has been loaded, the call can be captured into a graph.
-
-    Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
-    """
+    """Enqueue the sums once, by a launch of the caller's. Raises as what `Sums.prepare` gives."""
     if problem.n > 0:
-        _launcher(problem, _POINTERS.pack(dc.pointer, out.pointer), execution.stream, chosen)
+        plan_for = functools.partial(_plan_for, problem, execution.stream, chosen)
+        block_launch.launch(problem, plan_for, _head((dc,), out), execution.stream)
 
 
-def kernel(problem: ColumnSumProblem, device: CudaDevice) -> Kernel:
-    """What `launch` would start."""
-    chosen = choose(problem, device.multiprocessors)
-    return Kernel(
-        name=f"column_sum ({SOURCE})",
-        tile=f"{chosen.tile}, {chosen.tile.stages} stages, dc {chosen.tile.load.label}",
-        geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads, {chosen.build.shared_bytes} bytes shared",
-    )
+class Sums(CudaImplementation[ColumnSumProblem]):
+    """The bias gradient. Binary32 addition is the same on all devices, but one on which it has not been compared with the replay
+    is checked all the same, once."""
 
+    def __init__(self) -> None:
+        super().__init__(BIAS_GRADIENT, lambda variant: SOURCE)
 
-def refusal(device: CudaDevice, operand: DType) -> str | None:
-    """Why the device does not offer the sum of that type, or None. Binary32 addition is the same on all of them, but a
-    device on which it has not been compared with the replay is checked all the same, once."""
-    if operand not in OPERANDS:
-        return f"column_sum takes {', '.join(dtype.short for dtype in OPERANDS)}, not {operand.short}"
-    if device.capability in SEEN:
-        return None
+    def explain(self, problem: ColumnSumProblem) -> Kernel:
+        chosen = choose(problem, describe(problem.device.index).multiprocessors)
+        return Kernel(
+            name=f"bias_gradient ({SOURCE})",
+            tile=f"{chosen.tile}, {chosen.tile.stages} stages, dc {chosen.tile.load.label}",
+            geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads, {chosen.build.shared_bytes} bytes shared",
+        )
 
-    def run() -> selfcheck.Outcome:
-        sums = functools.partial(sum_on, device)
-        return selfcheck.column_sum_outcome(device, operand, "cuda", source_digest((SOURCE,)), sums)
-
-    return selfcheck.refusal(selfcheck.COLUMN_SUM, operand, device, run)
-
-
-def sum_on(device: CudaDevice, dc: Any, initial: Any = None) -> Any:
-    """The sum of a NumPy array dc [M, N] on a device, as a NumPy array: what the self-check compares.
-
-    initial: float32 [N], where the chains start; the result is float32 then, else of dc's type.
-    """
-    operand, out_dtype = selfcheck.types_of(dc, initial, "dc")
-    with placing(device) as there:
-        source = there.put(dc, operand)
-        target = there.put(initial, F32) if initial is not None else there.new(dc.shape[1:], out_dtype)
-        launch(column_sum_problem(source, target, initial is not None), source, target, there.execution)
-        return there.fetch(target)
+    def prepare(self, problem: ColumnSumProblem, execution: Execution) -> Run:
+        """What enqueues the sums. Nothing waits for the device, nothing is read back, no memory is taken: once the kernel has been
+        loaded, the call can be captured into a graph."""
+        return BlockRun(problem, _plan_for, _head)

@@ -9,7 +9,7 @@ from typing import TypeVar, TypeVarTuple
 from cupy.cuda import driver, runtime
 
 from ..errors import DeviceError
-from ..problem import ColumnSumProblem, GemmProblem, RowProblem
+from ..operations.operation import Problem
 from .extended_launch import LaunchFailure
 
 __all__ = ["on_device"]
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def on_device(
-    problem: GemmProblem | ColumnSumProblem | RowProblem,
+    problem: Problem,
     call: Callable[[*_Arguments], _T],
     *arguments: *_Arguments,
 ) -> _T:

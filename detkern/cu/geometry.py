@@ -22,7 +22,8 @@ from pathlib import Path
 from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..dtypes import DType, by_name
 from ..errors import DeviceError
-from ..problem import GemmProblem, Matrix
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
 from .time_model import Coefficients, Work, coefficients_of, time_us

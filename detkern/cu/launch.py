@@ -10,22 +10,20 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, runtime
 
-from .. import selfcheck
 from ..backend import Execution
-from ..contracts import Contract
-from ..dtypes import F32
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import batch_offsets
+from ..operations.operation import Operands
 from ..plan_cache import PlanCache
-from ..problem import GemmProblem, batch_offsets, gemm_problem
 from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
 from .geometry import Launch, Maps, choose, oriented
-from .host_arrays import placing
 from .loader import load_function
 from .tensor_map import out_pairs
 
-__all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Plan", "enqueue", "launch", "pack_params", "plan_for", "product"]
+__all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
 
 MAX_BATCH_RANK = 8
 
@@ -34,7 +32,7 @@ _FIELDS = struct.Struct(f"<11q6i{4 * MAX_BATCH_RANK}q")
 _BLOCK = struct.Struct(f"<5Q{_FIELDS.size}s")
 PARAMS_BYTES = _BLOCK.size
 
-_PLANS = 4096  # kept at most; a plan is about 1 KiB
+_PLANS = 256  # numbers of rows of one layout, kept at most; a plan is about 1 KiB
 
 
 def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: int = 0) -> bytes:
@@ -79,6 +77,7 @@ class Plan:
     is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes. swapped:
     the kernel's a is the caller's b."""
 
+    problem: GemmProblem
     function: int  # CUfunction
     launch: Launch
     params: bytes
@@ -87,7 +86,6 @@ class Plan:
     swapped: bool
 
 
-_plans: PlanCache[GemmProblem, Plan] = PlanCache(_PLANS)
 # Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
 # (PyTorch gives each graph a pool of its own); nothing tells when a graph is gone, so it stays for good.
 _captured: list[Any] = []
@@ -105,12 +103,7 @@ def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Laun
     offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
     params = pack_params(oriented(problem, chosen.tile), chosen.maps, chosen.prefetch_bytes)
-    return Plan(kernel.ptr, chosen, params, offsets, extended, chosen.tile.swapped)
-
-
-def _new_plan(problem: GemmProblem, stream: int, chosen: Launch | None) -> Plan:
-    plan = plan_for(problem, describe(problem.device.index), stream, chosen)
-    return _plans.keep(problem, plan) if chosen is None else plan
+    return Plan(problem, kernel.ptr, chosen, params, offsets, extended, chosen.tile.swapped)
 
 
 def enqueue(
@@ -146,6 +139,30 @@ def enqueue(
         )  # fmt: skip
 
 
+class Launches:
+    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows, on which its tile
+    may depend. Nothing waits for the device, nothing is read back."""
+
+    __slots__ = ("_problem", "plans")
+
+    def __init__(self, problem: GemmProblem) -> None:
+        self._problem = problem
+        self.plans: PlanCache[int, Plan] = PlanCache(_PLANS)
+
+    def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
+        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does
+        not compile, before `out` is touched."""
+        a, b, bias = operands
+        assert a is not None
+        assert b is not None
+        plan = self.plans.get(m) or self.plans.recall(m)
+        if plan is None:
+            problem = self._problem.with_rows(m)
+            facts = describe(problem.device.index)
+            plan = self.plans.keep(m, on_device(problem, plan_for, problem, facts, execution.stream))
+        on_device(plan.problem, enqueue, plan, a, b, out, bias, execution)
+
+
 def launch(
     problem: GemmProblem,
     a: TensorView,
@@ -155,27 +172,8 @@ def launch(
     execution: Execution,
     chosen: Launch | None = None,
 ) -> None:
-    """Enqueue the product on the execution's stream. Nothing waits for the device, nothing is read back.
-
-    Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
-    """
-    plan = _plans.get(problem) if chosen is None else None
-    if plan is None:
-        if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
-            return  # such a problem never gets a plan
-        plan = on_device(problem, _new_plan, problem, execution.stream, chosen)
+    """Enqueue the product once, by a launch of the caller's. Raises as `Launches`."""
+    if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
+        return
+    plan = on_device(problem, plan_for, problem, describe(problem.device.index), execution.stream, chosen)
     on_device(problem, enqueue, plan, a, b, out, bias, execution)
-
-
-def product(device: CudaDevice, contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
-    """The product of NumPy arrays a [M, K] and b [K, N] on a device, as a NumPy array: what the self-check compares.
-
-    initial: float32 [M, N], where the accumulation starts; the result is float32 then, else of the operands' type.
-    """
-    operand, out_dtype = selfcheck.types_of(a, initial, "a")
-    with placing(device) as there:
-        left, right = there.put(a, operand), there.put(b, operand)
-        target = there.put(initial, F32) if initial is not None else there.new((a.shape[0], b.shape[1]), out_dtype)
-        problem = gemm_problem(contract, left, right, target, None, initial is not None)
-        launch(problem, left, right, target, None, there.execution)
-        return there.fetch(target)

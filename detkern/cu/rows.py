@@ -10,21 +10,23 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Any
 
-from .. import selfcheck
-from ..backend import Execution, Kernel
+from ..backend import Execution, Kernel, Run
 from ..dtypes import BF16, F16, F32, DType
-from ..problem import Matrix, RowKind, RowProblem, row_problem
+from ..operations.matrix import Matrix
+from ..operations.operation import Operands
+from ..operations.rows.operation import ROWS
+from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import TensorView
-from .block_launch import BlockLauncher, BlockPlan
-from .device import SEEN, CudaDevice, describe
-from .host_arrays import placing
-from .loader import KernelBuild, load_function, source_digest
+from . import block_launch
+from .block_launch import BlockPlan, BlockRun
+from .device import describe
+from .implementation import CudaImplementation
+from .loader import KernelBuild, load_function
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "build_for", "builds", "choose", "holds",
-    "kernel", "launch", "load_path", "pack_params", "refusal", "rows_on", "tiles_for",
+    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds", "choose", "holds",
+    "launch", "load_path", "pack_params", "tiles_for",
 ]  # fmt: skip
 
 SOURCE = "rows.cu"
@@ -234,15 +236,19 @@ def pack_params(problem: RowProblem) -> bytes:
     )  # fmt: skip
 
 
-def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None) -> BlockPlan:
+def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None = None) -> BlockPlan:
     device = describe(problem.device.index)
     if chosen is None:
         chosen = choose(problem, device.capability, device.multiprocessors)
     function = load_function(device.index, device.capability, chosen.build, stream)
-    return BlockPlan(function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, pack_params(problem))
+    params = pack_params(problem)
+    return BlockPlan(problem, function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
 
 
-_launcher = BlockLauncher(_plan_for)
+def _head(operands: Operands, out: TensorView) -> bytes:
+    first, second = operands[0], operands[-1] if len(operands) > 1 else None
+    assert first is not None
+    return _POINTERS.pack(first.pointer, 0 if second is None else second.pointer, out.pointer)
 
 
 def launch(
@@ -253,46 +259,28 @@ def launch(
     execution: Execution,
     chosen: RowLaunch | None = None,
 ) -> None:
-    """Enqueue the operation on the execution's stream. Nothing waits for the device, nothing is read back, no memory is
-    taken: once the kernel has been loaded, the call can be captured into a graph.
-
-    Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
-    """
-    pointers = _POINTERS.pack(a.pointer, 0 if b is None else b.pointer, out.pointer)
-    _launcher(problem, pointers, execution.stream, chosen)
+    """Enqueue the operation once, by a launch of the caller's. Raises as what `Rows.prepare` gives."""
+    plan_for = functools.partial(_plan_for, problem, execution.stream, chosen)
+    block_launch.launch(problem, plan_for, _head((a, b), out), execution.stream)
 
 
-def kernel(problem: RowProblem, device: CudaDevice) -> Kernel:
-    """What `launch` would start."""
-    chosen = choose(problem, device.capability, device.multiprocessors)
-    loads = {RowLoad.VECTOR: "pieces of 16 bytes", RowLoad.STRIDED: "any strides", RowLoad.ACROSS: "across rows"}
-    return Kernel(
-        name=f"{problem.kind.label} ({SOURCE})",
-        tile=f"{chosen.tile}, {loads[chosen.tile.load]}",
-        geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads",
-    )
+class Rows(CudaImplementation[RowProblem]):
+    """The row operations."""
 
+    def __init__(self) -> None:
+        super().__init__(ROWS, lambda variant: SOURCE)
 
-def refusal(device: CudaDevice, problem: RowProblem) -> str | None:
-    """Why the device does not offer the operation, or None: one on which it has not been compared with the replay is
-    checked once."""
-    if device.capability in SEEN:
-        return None
-    kind, operand = problem.kind, (problem.b or problem.a).dtype
+    def explain(self, problem: RowProblem) -> Kernel:
+        device = describe(problem.device.index)
+        chosen = choose(problem, device.capability, device.multiprocessors)
+        loads = {RowLoad.VECTOR: "pieces of 16 bytes", RowLoad.STRIDED: "any strides", RowLoad.ACROSS: "across rows"}
+        return Kernel(
+            name=f"{problem.kind.label} ({SOURCE})",
+            tile=f"{chosen.tile}, {loads[chosen.tile.load]}",
+            geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads",
+        )
 
-    def run() -> selfcheck.Outcome:
-        operation = functools.partial(rows_on, device)
-        return selfcheck.rows_outcome(device, kind, operand, "cuda", source_digest((SOURCE,)), operation)
-
-    return selfcheck.refusal(kind.label, operand, device, run)
-
-
-def rows_on(device: CudaDevice, kind: RowKind, a: Any, b: Any, width: int) -> Any:
-    """The operation on NumPy arrays on a device, as a float32 NumPy array: what the self-check compares."""
-    with placing(device) as there:
-        first = there.put(a[:, None] if kind.spreads else a, selfcheck.types_of(a, None, "a")[0])
-        second = None if b is None else there.put(b, selfcheck.types_of(b, None, "b")[0])
-        target = there.new((a.shape[0], 1 if kind.reduces else width), F32)
-        launch(row_problem(kind, first, second, target, width), first, second, target, there.execution)
-        result = there.fetch(target)
-        return result[:, 0].copy() if kind.reduces else result
+    def prepare(self, problem: RowProblem, execution: Execution) -> Run:
+        """What enqueues the operation. Nothing waits for the device, nothing is read back, no memory is taken: once the kernel has
+        been loaded, the call can be captured into a graph."""
+        return BlockRun(problem, _plan_for, _head)

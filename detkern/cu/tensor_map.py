@@ -16,7 +16,8 @@ from typing import Any
 
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import DeviceError
-from ..problem import GemmProblem, Matrix
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
 from ..requirements import install
 
 __all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
@@ -132,7 +133,10 @@ def _shape(
     inner = rest[0] if rest else None
     strides = (stride * size, outer[1])
     sizes = (along, across, outer[0])
-    if max(*sizes, rest[0][0] if rest else 1) > _SIZE_LIMIT or max(*strides, rest[0][1] if rest else 0) >= _STRIDE_LIMIT:
+    if (
+        max(*sizes, rest[0][0] if rest else 1) > _SIZE_LIMIT
+        or max(*strides, rest[0][1] if rest else 0) >= _STRIDE_LIMIT
+    ):
         return None
     return MapShape(matrix.dtype, sizes, strides, 0, inner=inner)
 

@@ -9,54 +9,46 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .. import selfcheck
 from ..abi import mirror
-from ..abi.descriptors import column_sum_descriptor, gemm_descriptors
 from ..abi.library import Library
-from ..contracts import Contract
-from ..dtypes import F32, from_numpy
-from ..problem import column_sum_problem, gemm_problem
-from ..tensors import Device, TensorView
+from ..backend import Implementation
+from ..dtypes import E4M3, DType
+from ..operations.operation import Operation, Sample
+from ..tensors.execution import Execution
+from ..tensors.view import Device, TensorView, contiguous_strides
 
-__all__ = ["column_sum", "product"]
-
-Array = npt.NDArray[Any]
+__all__ = ["computed"]
 
 
-def product(library: Library, device: Device, contract: Contract, a: Array, b: Array, initial: Array | None) -> Array:
-    """The product of NumPy arrays a [M, K] and b [K, N] on a device, as a NumPy array."""
-    out = np.zeros((a.shape[0], b.shape[1]), a.dtype) if initial is None else np.array(initial, np.float32)
+class _Place:
+    """A device's memory, freed with `memory`. execution: on the default stream."""
+
+    def __init__(self, library: Library, device: Device, memory: ExitStack) -> None:
+        self._library, self._device, self._memory = library, device, memory
+        self.execution = Execution(device, 0, lambda size: self.new((size,), E4M3))
+
+    def new(self, shape: tuple[int, ...], dtype: DType) -> TensorView:
+        """Zeros: a library's memory holds anything at first."""
+        return self.put(np.zeros(shape, dtype.numpy), dtype)
+
+    def put(self, array: npt.NDArray[Any], dtype: DType) -> TensorView:
+        """A copy of a NumPy array, row-major."""
+        array = np.ascontiguousarray(array)
+        pointer = self._memory.enter_context(self._library.memory(self._device.index, array.nbytes))
+        self._library.copy(self._device.index, pointer, array.ctypes.data, array.nbytes, mirror.TO_DEVICE)
+        return TensorView(pointer, array.shape, contiguous_strides(array.shape), dtype, self._device)
+
+    def fetch(self, view: TensorView) -> npt.NDArray[Any]:
+        """What is in memory that was made here."""
+        out = np.zeros(view.shape, view.dtype.numpy)
+        self._library.copy(self._device.index, out.ctypes.data, view.pointer, out.nbytes, mirror.TO_HOST)
+        return out
+
+
+def computed(
+    library: Library, device: Device, operation: Operation[Any], implementation: Implementation[Any], sample: Sample
+) -> npt.NDArray[Any]:
+    """A sample's result on a device, as NumPy."""
     with ExitStack() as memory:
-        left, right, target = (_place(library, device, array, memory) for array in (a, b, out))
-        problem = gemm_problem(contract, left, right, target, None, initial is not None)
-        ((template, _),) = gemm_descriptors(problem)
-        descriptor = mirror.GemmDescriptor.from_buffer_copy(template)
-        descriptor.device = device.index
-        descriptor.a, descriptor.b, descriptor.out = left.pointer, right.pointer, target.pointer
-        size = library.gemm_scratch(descriptor)
-        descriptor.scratch, descriptor.scratch_bytes = memory.enter_context(library.memory(device.index, size)), size
-        library.gemm(descriptor)
-        library.copy(device.index, out.ctypes.data, target.pointer, out.nbytes, mirror.TO_HOST)
-    return out
-
-
-def column_sum(library: Library, device: Device, dc: Array, initial: Array | None) -> Array:
-    """The bias gradient of a NumPy array dc [M, N] on a device, as a NumPy array."""
-    out = np.zeros(dc.shape[1], dc.dtype) if initial is None else np.array(initial, np.float32)
-    with ExitStack() as memory:
-        rows, target = (_place(library, device, array, memory) for array in (dc, out))
-        problem = column_sum_problem(rows, target, initial is not None)
-        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptor(problem))
-        descriptor.device = device.index
-        descriptor.dc, descriptor.out = rows.pointer, target.pointer
-        library.column_sum(descriptor)
-        library.copy(device.index, out.ctypes.data, target.pointer, out.nbytes, mirror.TO_HOST)
-    return out
-
-
-def _place(library: Library, device: Device, array: Array, memory: ExitStack) -> TensorView:
-    """A view of a copy of the array on a device, freed with `memory`."""
-    array = np.ascontiguousarray(array)
-    pointer = memory.enter_context(library.memory(device.index, array.nbytes))
-    library.copy(device.index, pointer, array.ctypes.data, array.nbytes, mirror.TO_DEVICE)
-    strides = tuple(stride // array.itemsize for stride in array.strides)
-    return TensorView(pointer, array.shape, strides, from_numpy(array.dtype) or F32, device)
+        return selfcheck.computed_at(_Place(library, device, memory), operation, implementation, sample)

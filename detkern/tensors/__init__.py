@@ -10,7 +10,8 @@ What the adapters hold to:
   synchronising a device.
 """
 
-from .adapter import Adapter, adapter_for
+from .adapter import Adapter
+from .lookup import adapter_for
 from .types import dtype_argument
 from .view import Device, TensorView, contiguous_strides, describe
 

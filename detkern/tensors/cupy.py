@@ -6,11 +6,11 @@ import sys
 from functools import cache
 from typing import Any
 
-from ..backend import Execution
 from ..dtypes import DTYPES, E4M3, DType
 from ..errors import ArgumentError, DeviceError
 from .adapter import Adapter
 from .dlpack import Exported
+from .execution import Execution
 from .overlap import byte_range
 from .streams import cupy_runtime, cupy_stream, order
 from .types import refuse_type

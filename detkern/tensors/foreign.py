@@ -12,12 +12,12 @@ import sys
 from operator import index
 from typing import Any
 
-from ..backend import Execution
 from ..dtypes import E4M3, F16, F32, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
 from .dlpack import Exported, device_of, read
+from .execution import Execution
 from .numpy import CPU, host_memory, scratch
 from .streams import cupy_runtime, keep, order, synchronize
 from .types import refuse_type

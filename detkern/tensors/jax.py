@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Execution
 from ..dtypes import DTYPES, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .cupy import external_execution
 from .dlpack import Exported, device_of, read
+from .execution import Execution
 from .numpy import CPU, host_memory, scratch
 from .streams import keep, order
 from .types import refuse_type

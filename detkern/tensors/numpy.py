@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Execution
 from ..dtypes import DTYPES, E4M3, DType
 from ..errors import ArgumentError, DTypeError
 from .adapter import Adapter
+from .execution import Execution
 from .types import refuse_type
 from .view import Device, TensorView, contiguous_strides, element_strides
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ..backend import Execution
 from ..dtypes import DTYPES, E4M3, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
+from .execution import Execution
 from .overlap import byte_range
 from .types import refuse_type
 from .view import Device, TensorView, contiguous_strides

@@ -9,10 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import registry
 from ..contracts import get_contract
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, ContractUnsupported
-from ..requirements import TABLE
+from ..operations.rows.operation import ROWS
 from . import coverage
 from .decorating import decorated
 from .watch import Watch
@@ -27,14 +28,6 @@ _DEVICES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
 _ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention")
-_ROW_DEVICES = tuple(
-    device
-    for device in _DEVICES
-    if any(
-        "rows" in row.ops and ("rocm" if device == "cuda" and torch.version.hip else device) in row.devices
-        for row in TABLE
-    )
-)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
 _said: set[tuple[str, str]] = set()
@@ -84,7 +77,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             for op, name in named.items()
         }
         self.strict = bool(strict)
-        self.row_devices = tuple(device for device in self.device_types if device in _ROW_DEVICES)
+        kinds = registry.kinds_of(ROWS)
+        self.row_devices = tuple(
+            device
+            for device in self.device_types
+            if ("rocm" if device == "cuda" and torch.version.hip else device) in kinds
+        )
 
     def __repr__(self) -> str:
         return (

@@ -1,7 +1,7 @@
 """The ops that PyTorch's dispatcher knows: `torch.ops.detkern.*`, with fake kernels, autocast and vmap rules.
 
 They are what torch.compile and torch.export put into graphs, and what runs under modes and transforms. Their gradients
-are registered in detkern.autograd.torch. On plain tensors each gives the bits of the function of `detkern` that it calls.
+are registered in detkern.torch.gradients. On plain tensors each gives the bits of the function of `detkern` that it calls.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ..tensors import Device
 from ..tensors.torch import torch_adapter
 
 __all__ = [
+    "TYPES",
     "direct",
     "forward_mode",
     "forward_rule",
@@ -42,7 +43,7 @@ _tracing_state = torch._C._get_tracing_state
 _grad_enabled = torch.is_grad_enabled
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
+TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
 _KINDS = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "musa": "musa", "npu": "ascend"}
 
 
@@ -116,7 +117,7 @@ def refuse_cut(tensor: Any, argument: str) -> None:
 
 def place(tensor: Any) -> tuple[DType, Device] | None:
     """The type and the device of a tensor as detkern names them; None where it has no name for one of them."""
-    operand, kind = _TYPES.get(tensor.dtype), _KINDS.get(tensor.device.type)
+    operand, kind = TYPES.get(tensor.dtype), _KINDS.get(tensor.device.type)
     return None if operand is None or kind is None else (operand, Device(kind, tensor.device.index or 0))
 
 
@@ -128,7 +129,7 @@ def freeze(contract: str | None, dtype: Any, device: Any, stated: str = "") -> s
     """
     if contract is not None:
         return get_contract(contract).name
-    operand = _TYPES.get(dtype)
+    operand = TYPES.get(dtype)
     if operand is None:
         return None
     configured = configured_contract(operand)

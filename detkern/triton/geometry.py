@@ -8,7 +8,8 @@ from enum import IntEnum
 from typing import Any
 
 from ..contracts import FMA, MMA16, TREE, TREE_MMA16
-from ..problem import GemmProblem, Matrix
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
 
 __all__ = ["KERNELS", "Launch", "Load", "Tile", "choose", "load_paths", "tiles_for"]
 

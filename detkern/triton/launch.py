@@ -10,25 +10,28 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
-from .. import selfcheck
+import numpy as np
+
 from ..backend import Execution
-from ..contracts import Contract
 from ..dtypes import E4M3, F32, DType
 from ..errors import BuildError, DeviceError
+from ..operations.bias_gradient.problem import ColumnSumProblem
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import batch_offsets
+from ..operations.operation import Operands
 from ..plan_cache import PlanCache
-from ..problem import ColumnSumProblem, GemmProblem, batch_offsets, column_sum_problem, gemm_problem
 from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe
 from .geometry import Launch, choose
 
-__all__ = ["COLUMN_TILE", "Plan", "column_sum", "column_sum_on", "compile_ahead", "launch", "plan_for", "product"]
+__all__ = ["COLUMN_TILE", "Launches", "Placing", "Plan", "Sums", "compile_ahead", "plan_for"]
 
 # Columns of a program, rows of a turn and warps of the bias gradient.
 COLUMN_TILE = (128, 8, 4)
 
 _GRID = 2**31 - 1  # programs along x
 _RANK = 3  # batch dimensions of one launch
-_PLANS = 4096
+_PLANS = 256  # numbers of rows of one layout, kept at most
 
 # Kernels compiled and loaded by this process, by device, and scratch memory that captured graphs refer to: nothing tells when
 # a graph is gone, so it stays for good.
@@ -60,9 +63,6 @@ class Plan:
     key: Any
 
 
-_plans: PlanCache[GemmProblem, Plan] = PlanCache(_PLANS)
-
-
 def plan_for(problem: GemmProblem, multiprocessors: int, chosen: Launch | None = None) -> Plan:
     """A new plan. chosen: a launch instead of geometry.py's."""
     chosen = chosen or choose(problem, multiprocessors)
@@ -80,10 +80,6 @@ def plan_for(problem: GemmProblem, multiprocessors: int, chosen: Launch | None =
     constants = chosen.constants(problem) | {"OPERAND": _element(a.dtype)}
     key = (problem.device, chosen.kernel, tuple((name, str(value)) for name, value in constants.items()), chosen.tile)
     return Plan(chosen, arguments, offsets, constants, key)
-
-
-def _plan(problem: GemmProblem, multiprocessors: int) -> Plan:
-    return _plans.get(problem) or _plans.keep(problem, plan_for(problem, multiprocessors))
 
 
 def _on(execution: Execution) -> AbstractContextManager[None]:
@@ -127,39 +123,41 @@ def _reported(device: Device, what: str) -> Any:
         raise
 
 
-def launch(
-    problem: GemmProblem,
-    a: TensorView,
-    b: TensorView,
-    out: TensorView,
-    bias: TensorView | None,
-    execution: Execution,
-    chosen: Launch | None = None,
-) -> None:
-    """Enqueue the product on the execution's stream. Nothing waits for the device, nothing is read back.
+class Launches:
+    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows. Nothing waits for the
+    device, nothing is read back."""
 
-    Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not compile.
-    """
-    if problem.m == 0 or problem.n == 0 or 0 in problem.batch:
-        return
-    device = execution.device
-    with _reported(device, problem.about), _on(execution):
-        multiprocessors = 1 if device.kind == "cpu" else describe(device).multiprocessors
-        plan = _plan(problem, multiprocessors) if chosen is None else plan_for(problem, multiprocessors, chosen)
-        geometry = plan.launch
-        scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
-        if scratch is not None and device.kind != "cpu":
-            _keep_if_captured(scratch)
-        kernel = _kernel(geometry.kernel, f"{geometry.kernel}_gemm")
-        for a_offset, b_offset, out_offset in plan.offsets:
-            pointers = (
-                a.pointer + a_offset, b.pointer + b_offset, out.pointer + out_offset,
-                0 if bias is None else bias.pointer, 0 if scratch is None else scratch.pointer,
-            )  # fmt: skip
-            arguments, options = _call(plan, pointers)
-            for first in range(0, geometry.programs, _GRID):
-                programs = min(geometry.programs - first, _GRID)
-                _start(kernel, plan.key, device, programs, (first, *arguments), options)
+    def __init__(self, problem: GemmProblem, chosen: Launch | None = None) -> None:
+        """chosen: a launch instead of geometry.py's."""
+        self._problem, self._chosen = problem, chosen
+        self._plans: PlanCache[int, Plan] = PlanCache(_PLANS)
+
+    def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
+        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does
+        not compile."""
+        a, b, bias = operands
+        assert a is not None
+        assert b is not None
+        device = execution.device
+        with _reported(device, self._problem.about), _on(execution):
+            plan = self._plans.get(m) or self._plans.recall(m)
+            if plan is None:
+                multiprocessors = 1 if device.kind == "cpu" else describe(device).multiprocessors
+                plan = self._plans.keep(m, plan_for(self._problem.with_rows(m), multiprocessors, self._chosen))
+            geometry = plan.launch
+            scratch = execution.allocate(geometry.scratch_bytes) if geometry.scratch_bytes else None
+            if scratch is not None and device.kind != "cpu":
+                _keep_if_captured(scratch)
+            kernel = _kernel(geometry.kernel, f"{geometry.kernel}_gemm")
+            for a_offset, b_offset, out_offset in plan.offsets:
+                pointers = (
+                    a.pointer + a_offset, b.pointer + b_offset, out.pointer + out_offset,
+                    0 if bias is None else bias.pointer, 0 if scratch is None else scratch.pointer,
+                )  # fmt: skip
+                arguments, options = _call(plan, pointers)
+                for first in range(0, geometry.programs, _GRID):
+                    programs = min(geometry.programs - first, _GRID)
+                    _start(kernel, plan.key, device, programs, (first, *arguments), options)
 
 
 def compile_ahead(problem: GemmProblem, chosen: Launch | None = None) -> None:
@@ -185,14 +183,21 @@ def _keep_if_captured(scratch: TensorView) -> None:
         _captured.append(scratch.array)
 
 
-def column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
-    """Enqueue the bias gradient on the execution's stream. Raises as `launch`.
+class Sums:
+    """`backend.Run` of bias gradients. Batches of more dimensions than the kernel counts take one launch for each index of the
+    outer ones, which carry the chains on in float32 scratch."""
 
-    Batches of more dimensions than the kernel counts take one launch for each index of the outer ones, which carry the
-    chains on in float32 scratch.
-    """
-    if problem.n == 0:
-        return
+    def __init__(self, problem: ColumnSumProblem) -> None:
+        self._problem = problem
+
+    def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
+        """Enqueue the sums. Raises as `Launches`."""
+        (dc,) = operands
+        assert dc is not None
+        _enqueue_sums(self._problem.with_rows(m), dc, out, execution)
+
+
+def _enqueue_sums(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execution: Execution) -> None:
     device = execution.device
     columns, unroll, warps = COLUMN_TILE
     outer = max(len(problem.batch) - _RANK, 0)
@@ -226,33 +231,7 @@ def column_sum(problem: ColumnSumProblem, dc: TensorView, out: TensorView, execu
                 _start(kernel, key, device, min(programs - first, _GRID), arguments, options)
 
 
-def product(device: TritonDevice, contract: Contract, a: Any, b: Any, initial: Any = None) -> Any:
-    """The product of NumPy arrays a [M, K] and b [K, N] on a device, as a NumPy array: what the self-check compares.
-
-    initial: float32 [M, N], where the accumulation starts; the result is float32 then, else of the operands' type.
-    """
-    operand, out_dtype = selfcheck.types_of(a, initial, "a")
-    with _Placing(device) as there:
-        # Columns of a and rows of b: one load path, and so one kernel, for every k.
-        columns, right = there.put(a.T, operand), there.put(b, operand)
-        left = TensorView(columns.pointer, a.shape, (1, a.shape[0]), operand, columns.device, array=columns.array)
-        target = there.put(initial, F32) if initial is not None else there.new((a.shape[0], b.shape[1]), out_dtype)
-        problem = gemm_problem(contract, left, right, target, None, initial is not None)
-        launch(problem, left, right, target, None, there.execution)
-        return there.fetch(target, out_dtype)
-
-
-def column_sum_on(device: TritonDevice, dc: Any, initial: Any = None) -> Any:
-    """The bias gradient of a NumPy array dc [M, N] on a device, likewise."""
-    operand, out_dtype = selfcheck.types_of(dc, initial, "dc")
-    with _Placing(device) as there:
-        source = there.put(dc, operand)
-        target = there.put(initial, F32) if initial is not None else there.new(dc.shape[1:], out_dtype)
-        column_sum(column_sum_problem(source, target, initial is not None), source, target, there.execution)
-        return there.fetch(target, out_dtype)
-
-
-class _Placing:
+class Placing:
     """NumPy arrays put into PyTorch's memory on a device, on a stream of their own."""
 
     def __init__(self, device: TritonDevice) -> None:
@@ -279,14 +258,17 @@ class _Placing:
         return TensorView(array.data_ptr(), tuple(shape), array.stride(), dtype, self._device, array=array)
 
     def put(self, array: Any, dtype: DType) -> TensorView:
-        """A copy of a NumPy array, row-major."""
-        import numpy as np
-
+        """A copy of a NumPy array, row-major, or column-major where it is."""
+        if array.ndim == 2 and array.flags.f_contiguous and not array.flags.c_contiguous:
+            stored = self.put(array.T, dtype)
+            return TensorView(
+                stored.pointer, array.shape, stored.strides[::-1], dtype, self._device, array=stored.array
+            )
         view = self.new(array.shape, dtype)
         bits = np.ascontiguousarray(array).view(f"i{dtype.itemsize}")
         view.array.copy_(self._torch.from_numpy(bits))
         return view
 
-    def fetch(self, view: TensorView, dtype: DType) -> Any:
+    def fetch(self, view: TensorView) -> Any:
         """What is in memory that was made here; waits for the stream."""
-        return view.array.cpu().numpy().view(dtype.numpy)
+        return view.array.cpu().numpy().view(view.dtype.numpy)

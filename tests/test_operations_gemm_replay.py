@@ -15,11 +15,14 @@ from oracles.cases import Case, cases
 from oracles.tensor_core import step_chain
 from oracles.tree import tree
 
+from detkern.arithmetic import binary32 as numpy_arithmetic
+from detkern.arithmetic import tensor_core as numpy_step
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, Contract
-from detkern.cpu import numpy_arithmetic, numpy_replay, numpy_step
 from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from detkern.errors import ArgumentError, ContractUnsupported, ShapeError
 from detkern.operands import KINDS, generate
+from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
+from detkern.operations.gemm import replay as numpy_replay
 
 SIDE = 40
 
@@ -274,7 +277,7 @@ def test_tree_breaks(monkeypatch):
     assert tree_differences() == 0
     with monkeypatch.context() as patch:  # nodes and leaves kept in binary32
         patch.setattr(numpy_replay, "round_to", lambda values, dtype: values)
-        patch.setattr(numpy_replay, "_finish", lambda acc, bias, dtype: numpy_arithmetic.round_to(acc, dtype))
+        patch.setattr(numpy_replay, "finish", lambda acc, bias, dtype: numpy_arithmetic.round_to(acc, dtype))
         assert tree_differences() > 0
     with monkeypatch.context() as patch:  # the odd leaf on the left
         node = numpy_replay._node
@@ -335,9 +338,9 @@ def test_what_it_refuses():
         numpy_replay.gemm(FMA, a, b, initial=np.zeros((3, 2), np.float32), bias=np.zeros(2, np.float32))
     one = np.ones((1, 1), np.float32)
     with pytest.raises(ShapeError, match="multiple of 128"):
-        numpy_replay.block_scaled_gemm(a[:1].astype(E4M3.numpy), one, b[:, :1].astype(E4M3.numpy), one)
+        replayed_block_scaled(a[:1].astype(E4M3.numpy), one, b[:, :1].astype(E4M3.numpy), one)
     with pytest.raises(ContractUnsupported, match="float32"):
-        numpy_replay.block_scaled_gemm(a, one, b, one)
+        replayed_block_scaled(a, one, b, one)
     x, y = generate("normal", E4M3, (3, 128), 1), generate("normal", E5M2, (128, 2), 1)
     with pytest.raises(ShapeError, match="scale_a"):
-        numpy_replay.block_scaled_gemm(x, one, y, np.ones((1, 2), np.float32))
+        replayed_block_scaled(x, one, y, np.ones((1, 2), np.float32))

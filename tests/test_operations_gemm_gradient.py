@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from detkern.autograd.rules import GradientProduct, Layout, linear_gradient, matmul_gradient
+from detkern.operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
 
 # Operand shapes whose batches broadcast in every way: equal, missing, of size one, on both sides at once, empty.
 BATCHES = [

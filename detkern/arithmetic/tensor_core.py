@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..contracts import TensorCoreStep
 from ..dtypes import DType, from_numpy
-from .numpy_arithmetic import Array, Binary32, canonical
+from .binary32 import Array, Binary32, canonical
 
 __all__ = ["tensor_core_step"]
 

@@ -1,6 +1,6 @@
 """The row operations in NumPy: the definition one can run, and what the CPU backend falls back to without a C++ compiler.
 
-Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once. As for numpy_replay, the thread must
+Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once. As for gemm/replay.py, the thread must
 be in the default rounding and flush-to-zero modes.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtypes import BF16, F16, F32, DType, from_numpy
-from ..errors import ContractUnsupported, ShapeError
-from ..problem import RowKind
-from .numpy_arithmetic import Array, Binary32, add, canonical, fma, round_to
+from ...arithmetic.binary32 import Array, Binary32, add, canonical, fma, round_to
+from ...dtypes import BF16, F16, F32, DType, from_numpy
+from ...errors import ContractUnsupported, ShapeError
+from .problem import RowKind
 
 __all__ = ["aligned_sum", "exponential", "logarithm", "rows"]
 

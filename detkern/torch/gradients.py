@@ -17,8 +17,8 @@ import torch
 
 from .. import api
 from ..errors import ArgumentError
-from ..torch import batching, eager, main_grads, ops, route
-from .rules import GradientProduct, Layout, linear_gradient, matmul_gradient
+from ..operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
+from . import batching, eager, main_grads, ops, route
 
 __all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 

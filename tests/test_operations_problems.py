@@ -9,15 +9,10 @@ import pytest
 
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import E4M3, F16, F32
-from detkern.problem import (
-    ColumnSumProblem,
-    GemmProblem,
-    Matrix,
-    batch_offsets,
-    block_scaled_problem,
-    column_sum_problem,
-    gemm_problem,
-)
+from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
+from detkern.operations.block_scaled.problem import block_scaled_problem
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.matrix import Matrix, batch_offsets
 from detkern.tensors import Device, TensorView, contiguous_strides
 
 FMA = CONTRACTS["fma"]

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..contracts import FP8_BLOCK128, Contract
-from ..dtypes import BF16, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, ContractUnsupported, ShapeError
-from .numpy_arithmetic import Array, Binary32, add, fma, round_to
-from .numpy_step import tensor_core_step
+from ...arithmetic.binary32 import Array, Binary32, add, fma, round_to
+from ...arithmetic.tensor_core import tensor_core_step
+from ...contracts import FP8_BLOCK128, Contract
+from ...dtypes import F32, DType, from_numpy
+from ...errors import ArgumentError, ContractUnsupported, ShapeError
 
-__all__ = ["block_scaled_gemm", "column_sum", "gemm"]
+__all__ = ["chain_of", "finish", "gemm", "tiles"]
 
 _TILE = 1 << 13  # outputs worked on at a time: the integers of one tensor-core step on them fit a second-level cache
 
@@ -57,79 +57,14 @@ def gemm(
         out_dtype = dtype if initial is None else F32
     out = np.empty((a.shape[0], b.shape[1]), out_dtype.numpy)
     with np.errstate(all="ignore"):
-        for rows, cols in _tiles(*out.shape):
+        for rows, cols in tiles(*out.shape):
             start = None if initial is None else initial[rows, cols].astype(np.float32)
             acc = _accumulate(contract, dtype, a[rows], b[:, cols], start)
-            out[rows, cols] = _finish(acc, None if bias is None else bias[cols], out_dtype)
+            out[rows, cols] = finish(acc, None if bias is None else bias[cols], out_dtype)
     return out
 
 
-def block_scaled_gemm(
-    a: Array,
-    scale_a: Array,
-    b: Array,
-    scale_b: Array,
-    *,
-    initial: Array | None = None,
-    out_dtype: DType = F32,
-) -> Array:
-    """The `fp8-block128` product of a [M, K] and b [K, N], as a new [M, N] array of `out_dtype`.
-
-    a, b:             float8_e4m3fn or float8_e5m2, in any pairing; K a multiple of 128.
-    scale_a, scale_b: float32 [M, K / 128] and [K / 128, N].
-    initial:          float32 [M, N]; where the accumulation over blocks starts.
-
-    Raises ContractUnsupported or ShapeError.
-    """
-    for values in (a, b):
-        if from_numpy(values.dtype) not in FP8_BLOCK128.operands:
-            raise ContractUnsupported(f"{FP8_BLOCK128} does not take {values.dtype}")
-    block = FP8_BLOCK128.k_multiple
-    blocks = a.shape[1] // block
-    if b.shape[0] != a.shape[1] or blocks * block != a.shape[1]:
-        raise ShapeError(f"a {a.shape} and b {b.shape} must be [M, K] and [K, N], K a multiple of {block}")
-    if scale_a.shape != (a.shape[0], blocks) or scale_b.shape != (blocks, b.shape[1]):
-        shapes = f"scale_a {scale_a.shape} and scale_b {scale_b.shape}"
-        raise ShapeError(f"{shapes} must be [M, K/{block}] and [K/{block}, N]")
-    out = np.empty((a.shape[0], b.shape[1]), out_dtype.numpy)
-    chain = _chain(FP8_BLOCK128)
-    with np.errstate(all="ignore"):
-        for rows, cols in _tiles(*out.shape):
-            zeros = np.zeros(out[rows, cols].shape, np.float32)
-            acc = zeros if initial is None else initial[rows, cols].astype(np.float32)
-            for index in range(blocks):
-                ks = slice(index * block, (index + 1) * block)
-                scale = scale_a[rows, index, None] * scale_b[None, index, cols]
-                acc = fma(scale, chain(zeros, a[rows, ks], b[ks, cols]), acc)
-            out[rows, cols] = _finish(acc, None, out_dtype)
-    return out
-
-
-def column_sum(dc: Array, *, initial: Array | None = None, out_dtype: DType | None = None) -> Array:
-    """The bias gradient: for each column of dc [.., N] one chain of binary32 additions over the rows, which are those of
-    all leading dimensions in row-major order; a new [N] array of `out_dtype`.
-
-    dc:        float32, float16 or bfloat16, any strides.
-    initial:   float32 [N]; where the chains start.
-    out_dtype: float32, float16 or bfloat16; None: float32 with `initial`, else dc's type.
-
-    Raises ContractUnsupported or ShapeError.
-    """
-    dtype = from_numpy(dc.dtype)
-    if dtype not in (F32, F16, BF16):
-        raise ContractUnsupported(f"the bias gradient does not take dc of {dc.dtype}")
-    if dc.ndim == 0:
-        raise ShapeError("dc must have a dimension")
-    if out_dtype is None:
-        out_dtype = dtype if initial is None else F32
-    acc = np.zeros(dc.shape[-1], np.float32) if initial is None else initial.astype(np.float32)
-    with np.errstate(all="ignore"):
-        for row in np.ndindex(*dc.shape[:-1]):
-            acc = add(acc, dc[row].astype(np.float32))
-        return _finish(acc, None, out_dtype)
-
-
-def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
+def tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
     """Row and column ranges that cover [m, n]."""
     width = min(n, _TILE)
     height = _TILE // max(width, 1)
@@ -141,7 +76,7 @@ def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
 def _accumulate(contract: Contract, dtype: DType, a: Array, b: Array, start: Binary32 | None) -> Binary32:
     """The finished accumulator, in binary32."""
     zeros = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    chain = _chain(contract)
+    chain = chain_of(contract)
     if contract.leaf is None:
         return chain(zeros if start is None else start, a, b)
     root = zeros
@@ -166,7 +101,7 @@ def _node(
     return round_to(value, dtype).astype(np.float32)
 
 
-def _chain(contract: Contract) -> Chain:
+def chain_of(contract: Contract) -> Chain:
     """The chain of `contract` over consecutive k: of fused multiply-adds, or of tensor-core steps."""
     step = contract.step
     if step is None:
@@ -186,7 +121,7 @@ def _fma_chain(acc: Binary32, a: Array, b: Array) -> Binary32:
     return acc
 
 
-def _finish(acc: Binary32, bias: Array | None, out_dtype: DType) -> Array:
+def finish(acc: Binary32, bias: Array | None, out_dtype: DType) -> Array:
     """What happens to every finished accumulator: + 0, + bias, one rounding to the output type."""
     acc = add(acc, np.zeros_like(acc))
     if bias is not None:

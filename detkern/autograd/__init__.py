@@ -1,1 +1,0 @@
-"""Gradients by the contract: the rules, free of any framework (rules.py), and their bindings (torch.py)."""

@@ -1,0 +1,1 @@
+"""FP8 products with a scale for each block of 128."""

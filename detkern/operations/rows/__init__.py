@@ -1,0 +1,1 @@
+"""Operations on rows: sums, means, softmax and their gradients."""
