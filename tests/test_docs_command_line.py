@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "command-line.md"
 def _shown() -> dict[str, list[str]]:
     """The commands that the page shows, with the lines behind each."""
     shown: dict[str, list[str]] = {}
-    for block in re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    for block in (text for language, text in blocks if not language):
         lines: list[str] = []
         for line in block.splitlines():
             if line.startswith("$ "):
