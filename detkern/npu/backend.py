@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -54,10 +54,14 @@ class NpuImplementation(Generic[P]):
 
     def refuses(self, problem: P) -> str | None:
         """Why the library will not take it; runs the self-check on a real device where that has not run yet."""
-        self.backend.library(problem.device)
+        backend = self.backend
+        library = backend.library(problem.device)
         if reason := self.operation.misfit(problem):
             return reason
-        return self.backend.differs(self.operation, problem.device, *self.operation.variant_of(problem))
+        variant, dtype = self.operation.variant_of(problem)
+        if reason := backend.lacks(library, self.operation, variant, dtype, backend.kernels(library)):
+            return reason
+        return backend.differs(self.operation, problem.device, variant, dtype)
 
     def explain(self, problem: P) -> Kernel:
         platform, library, descriptor = (
@@ -80,7 +84,7 @@ class NpuImplementation(Generic[P]):
         """What enqueues it. Raises DeviceError where the library reports one."""
         descriptor = self.operation.descriptor
         assert descriptor is not None
-        launches = descriptor.launches(problem)
+        launches, code = descriptor.launches(problem), descriptor.code
 
         def run(m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
             library = self.backend.library(problem.device)
@@ -91,13 +95,15 @@ class NpuImplementation(Generic[P]):
                 scratch = execution.allocate(size) if size else None  # held until the work is enqueued
                 if scratch is not None:
                     launch.scratch, launch.scratch_bytes = scratch.pointer, size
-                descriptor.call(library, launch)
+                library.run(code, launch)
 
         return run
 
     def scratch(self, library: Library, launch: Any) -> int:
         """The bytes of scratch memory that a launch needs."""
-        return 0
+        descriptor = self.operation.descriptor
+        assert descriptor is not None
+        return library.scratch(descriptor.code, launch) if hasattr(launch, "scratch") else 0
 
 
 class Products(NpuImplementation[GemmProblem]):
@@ -111,20 +117,16 @@ class Products(NpuImplementation[GemmProblem]):
         if dtype != problem.b.dtype:
             return f"operands of one type are needed, not {dtype} and {problem.b.dtype}"
         where = str(device) if device.kind == backend.name else f"{backend.name} on {device}"
-        pairs = backend.pairs(device)
-        here = [pair for pair in pairs if not backend.known_to_differ(device, *pair)]
+        here = [pair for pair in backend.pairs(device) if not backend.known_to_differ(device, *pair)]
         if reason := requirements.row(backend.name).refusal(contract, dtype, device.kind, where, None, here):
             return reason
-        if (contract, dtype) not in pairs:
-            return f"{library.path} has no {contract} for {dtype.short}; it has {requirements.named(here)}"
+        if reason := backend.lacks(library, self.operation, contract.name, dtype, here):
+            return reason
         if reason := self.operation.misfit(problem):
             return reason
         if reason := backend.differs(self.operation, device, contract.name, dtype):
             return f"{reason}; it has {requirements.named(pair for pair in here if pair != (contract, dtype))}"
         return None
-
-    def scratch(self, library: Library, launch: Any) -> int:
-        return library.gemm_scratch(launch)
 
 
 class NpuBackend:
@@ -201,8 +203,32 @@ class NpuBackend:
         return [
             (contract, dtype)
             for contract, dtype in requirements.row(self.name).contracts(device.kind, None)
-            if (contract.code, dtype.code) in library.gemm_offers
+            if (contract.name, dtype) in self.kernels(library, GEMM)
         ]
+
+    def kernels(self, library: Library, *operations: Operation[Any]) -> list[tuple[str, DType]]:
+        """The variants of these operations, or of all that the backend implements, and their types for which a library
+        has a kernel. It may be older than this detkern."""
+        return [
+            (variant, dtype)
+            for operation in operations or [made.operation for made in self.implementations.values()]
+            for variant, dtypes in operation.variants.items()
+            for dtype in dtypes
+            if operation.descriptor is not None and operation.descriptor.offer(variant, dtype) in library.offers
+        ]
+
+    def lacks(
+        self,
+        library: Library,
+        operation: Operation[Any],
+        variant: str,
+        dtype: DType,
+        here: Sequence[tuple[Contract | str, DType]],
+    ) -> str | None:
+        """That a library has no kernel for a variant of an operation, with what it has; or None."""
+        if (variant, dtype) in self.kernels(library, operation):
+            return None
+        return f"{library.path} has no {variant} for {dtype.short}; it has {requirements.named(here)}"
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the library, the device, and how each self-check came out."""
@@ -220,7 +246,6 @@ class NpuBackend:
             (variant, dtype, digest)
             for problem, implementation in self.implementations.items()
             if problem is not GemmProblem
-            for variant, dtypes in implementation.operation.variants.items()
-            for dtype in dtypes
+            for variant, dtype in self.kernels(library, implementation.operation)
         ]
         return result | selfcheck.reports(about, checks, self.name)
