@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,11 +55,10 @@ class NpuImplementation(Generic[P]):
     def refuses(self, problem: P) -> str | None:
         """Why the library will not take it; runs the self-check on a real device where that has not run yet."""
         backend = self.backend
-        library = backend.library(problem.device)
         if reason := self.operation.misfit(problem):
             return reason
         variant, dtype = self.operation.variant_of(problem)
-        if reason := backend.lacks(library, self.operation, variant, dtype, backend.kernels(library)):
+        if reason := backend.lacks(self.operation, problem.device, variant, dtype):
             return reason
         return backend.differs(self.operation, problem.device, variant, dtype)
 
@@ -112,7 +111,6 @@ class Products(NpuImplementation[GemmProblem]):
     def refuses(self, problem: GemmProblem) -> str | None:
         """Why the problem's contract is not offered on its device, naming those that are; or None."""
         device, backend = problem.device, self.backend
-        library = backend.library(device)
         contract, dtype = problem.contract, problem.a.dtype
         if dtype != problem.b.dtype:
             return f"operands of one type are needed, not {dtype} and {problem.b.dtype}"
@@ -120,7 +118,7 @@ class Products(NpuImplementation[GemmProblem]):
         here = [pair for pair in backend.pairs(device) if not backend.known_to_differ(device, *pair)]
         if reason := requirements.row(backend.name).refusal(contract, dtype, device.kind, where, None, here):
             return reason
-        if reason := backend.lacks(library, self.operation, contract.name, dtype, here):
+        if reason := backend.lacks(self.operation, device, contract.name, dtype):
             return reason
         if reason := self.operation.misfit(problem):
             return reason
@@ -185,11 +183,11 @@ class NpuBackend:
 
         return selfcheck.refusal(variant, dtype, device, run)
 
-    def known_to_differ(self, device: Device, contract: Contract, dtype: DType) -> bool:
-        """Whether a self-check has refused a contract on a device."""
+    def known_to_differ(self, device: Device, variant: Contract | str, dtype: DType) -> bool:
+        """Whether a self-check has refused a variant of an operation on a device."""
         library = self.library(device)
         return device.kind != "cpu" and selfcheck.known_to_differ(
-            self._checked(device, library), contract, dtype, self.name, _digest(library)
+            self._checked(device, library), variant, dtype, self.name, _digest(library)
         )
 
     @staticmethod
@@ -217,18 +215,15 @@ class NpuBackend:
             if operation.descriptor is not None and operation.descriptor.offer(variant, dtype) in library.offers
         ]
 
-    def lacks(
-        self,
-        library: Library,
-        operation: Operation[Any],
-        variant: str,
-        dtype: DType,
-        here: Sequence[tuple[Contract | str, DType]],
-    ) -> str | None:
-        """That a library has no kernel for a variant of an operation, with what it has; or None."""
+    def lacks(self, operation: Operation[Any], device: Device, variant: str, dtype: DType) -> str | None:
+        """That the device's library has no kernel for a variant of an operation, with what it has; or None."""
+        library = self.library(device)
         if (variant, dtype) in self.kernels(library, operation):
             return None
-        return f"{library.path} has no {variant} for {dtype.short}; it has {requirements.named(here)}"
+        has = requirements.named(
+            kernel for kernel in self.kernels(library) if not self.known_to_differ(device, *kernel)
+        )
+        return f"{library.path} has no {variant} for {dtype.short}; it has {has}"
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the library, the device, and how each self-check came out."""
