@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from detkern import config, operands
+import detkern
+from detkern import config, operands, plan
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.descriptors import gemm_descriptors
@@ -324,6 +325,21 @@ def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, m
     )
     monkeypatch.setattr(backend, "library", lambda: None)
     assert backend.BACKEND.implementations[GemmProblem].explain(problem_of(FMA, F32, F32)).name == "numpy fma"
+
+
+def test_the_replay_serves_what_the_library_lacks(native_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = operands.generate("normal", BF16, (5, 40), 1), operands.generate("normal", BF16, (40, 6), 2)
+    ran: list[int] = []
+    monkeypatch.setattr(Library, "run", lambda library, operation, launch: ran.append(operation))
+    monkeypatch.setattr(native_library, "offers", native_library.offers - {(1, MMA16.code, BF16.code)})
+    plan.forget_plans()
+    want = numpy_replay.gemm(MMA16, a, b, out_dtype=BF16)
+    assert differing(detkern.gemm(a, b, contract="mma16"), want) == 0
+    assert not ran
+    assert detkern.explain(a, b, contract="mma16").kernel == "numpy mma16"
+    detkern.gemm(a, b, contract="tree")
+    assert ran == [1]
+    plan.forget_plans()
 
 
 def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Library) -> None:

@@ -73,7 +73,7 @@ int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* n) {
   const detkern_offer all[] = {{DETKERN_OPERATION_GEMM, DETKERN_FMA, 1u << DETKERN_F16},
                                {DETKERN_OPERATION_BIAS_GRADIENT, 0, 1u << DETKERN_F16}};
   memcpy(offers, all, capacity * sizeof *all);
-  *n = OFFERS;
+  *n = 2;
   return 0;
 }
 int32_t detkern_run(uint32_t, const void*) { return FAULT; }
@@ -86,12 +86,10 @@ int32_t detkern_copy(int32_t, void* to, const void* from, uint64_t n, int32_t) {
 """
 
 
-def stub(
-    folder: Path, host: int = 1, fault: int = 0, abi: str = "DETKERN_ABI_VERSION", without: str = "", offers: int = 2
-) -> Path:
-    defines = f"#define HOST {host}\n#define FAULT {fault}\n#define ABI {abi}\n#define OFFERS {offers}\n"
+def stub(folder: Path, host: int = 1, fault: int = 0, abi: str = "DETKERN_ABI_VERSION", without: str = "") -> Path:
+    defines = f"#define HOST {host}\n#define FAULT {fault}\n#define ABI {abi}\n"
     lines = [line for line in STUB.splitlines() if not without or without not in line]
-    return compile_library(folder, defines + "\n".join(lines), f"stub{host}{fault}{len(lines)}{len(abi)}{offers}")
+    return compile_library(folder, defines + "\n".join(lines), f"stub{host}{fault}{len(lines)}{len(abi)}")
 
 
 @PLATFORMS
