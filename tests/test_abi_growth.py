@@ -188,6 +188,19 @@ def test_codes_of_a_newer_library_are_listed_and_not_used(libraries: dict[str, P
     assert Library(libraries["newer"]).offers == {(BIAS, 0, 1), (ROWS, 77, 1), *((99, 7, dtype) for dtype in range(64))}
 
 
+def test_a_newer_library_writes_no_further_than_the_callers_struct(libraries: dict[str, Path]) -> None:
+    loaded = ctypes.CDLL(str(libraries["newer"]))
+    for function, structure in (("get_capabilities", mirror.Capabilities), ("get_device", mirror.Device)):
+        size = ctypes.sizeof(structure)
+        for given in (size, size + 4, size + 8):
+            memory = (ctypes.c_uint8 * (size + 16))(*[7] * (size + 16))
+            structure.from_buffer(memory).size = given
+            assert loaded[f"detkern_{function}"](memory) == mirror.OK
+            assert structure.from_buffer(memory).size == given
+            assert bytes(memory)[given:] == b"\7" * (size + 16 - given)
+            assert b"\7" not in bytes(memory)[:given]
+
+
 def test_descriptors_of_any_size_are_read_as_far_as_both_know_them(libraries: dict[str, Path]) -> None:
     once = detkern.bias_gradient(DC)
     out = np.zeros_like(once)
