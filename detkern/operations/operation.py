@@ -28,20 +28,25 @@ P = TypeVar("P", bound=Problem)
 class Descriptor(Generic[P]):
     """How the operation crosses the C ABI (abi/abi.h).
 
+    code:      of enum detkern_operation. variants: the code of each of the operation's variants (detkern_offer).
     structure: in ctypes. pointers: its addresses of operands and out, adjacent and in its own order.
     addresses: (operands, out) -> these addresses, 0 for what is left out.
     templates: problem -> the structures of its launches, without addresses and threads, each with what is added to these
                addresses, in bytes.
-    call:      (library, structure) -> None.
     tile:      (problem, the tiles that the library's name lists) -> what its kernel computes at once.
     """
 
+    code: int
+    variants: Mapping[str, int]
     structure: Any
     pointers: tuple[str, ...]
     addresses: Callable[[Operands, TensorView], tuple[int, ...]]
     templates: Callable[[P], Sequence[tuple[bytes, tuple[int, ...]]]]
-    call: Callable[[Any, Any], None]
     tile: Callable[[P, Sequence[str]], str]
+
+    def offer(self, variant: str, dtype: DType) -> tuple[int, int, int]:
+        """A variant with an operand type, as `abi.library.Library.offers` has it."""
+        return self.code, self.variants[variant], dtype.code
 
     def packing(self) -> tuple[Callable[..., None], int]:
         """What writes the addresses into a structure, pack(structure, place, *addresses), and the place."""

@@ -10,7 +10,6 @@ import numpy as np
 from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import row_descriptors
-from ...abi.library import Library
 from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
@@ -124,11 +123,8 @@ ROWS: Operation[RowProblem] = Operation(
     independent=lambda variant: (0,) * KINDS[variant].operands,
     call=_call,
     descriptor=Descriptor(
-        mirror.RowDescriptor,
-        ("a", "b", "out"),
-        _addresses,
-        row_descriptors,
-        Library.rows,
+        4, {label: int(kind) for label, kind in KINDS.items()},
+        mirror.RowDescriptor, ("a", "b", "out"), _addresses, row_descriptors,
         lambda problem, tiles: "rows in vector lanes",
     ),
-)
+)  # fmt: skip
