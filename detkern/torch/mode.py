@@ -132,7 +132,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             if result is not NotImplemented:
                 return result
             return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
-        handler = coverage.ELEMENTWISE.get(func)
+        # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like is not equal to the key here.
+        handler = None if torch.compiler.is_compiling() else coverage.ELEMENTWISE.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
