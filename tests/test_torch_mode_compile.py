@@ -102,8 +102,9 @@ def test_gradients_of_compiled_functions_have_the_eager_bits_outside_of_the_mode
         lambda x: 2.0**x,
         lambda x: x ** x[0],
         lambda x: x + x[0] * x,
+        lambda x: x * (1 << x.detach().int()),
     ],
-    ids=["rsub", "rdiv", "pow", "rpow", "pow of a tensor", "broadcast"],
+    ids=["rsub", "rdiv", "pow", "rpow", "pow of a tensor", "broadcast", "shift"],
 )
 def test_operators_compile_with_their_gradients(operator: Any) -> None:
     x, dy = (X.abs() + 0.5).requires_grad_(), torch.randn(X.shape)
