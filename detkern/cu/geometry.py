@@ -51,8 +51,8 @@ __all__ = [
 
 _TABLES = Path(__file__).parent / "tiles"
 _TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
-# Kernels that one generation of devices has besides, by its compute capability: a table may name tiles of theirs too.
-_TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
+# Kernels that a contract has besides, on every device or on one generation of them, by its compute capability.
+_TABLES_BESIDES = {FMA: ("fma_narrow",), MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
 _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
@@ -137,7 +137,7 @@ class Tile:
         """Threads of a CTA."""
         if self.table == "tree_wgmma":
             return 128 * (self["GROUPS_M"] * self["GROUPS_N"] + 1)
-        return 32 * self["WARPS_M"] * self["WARPS_N"]
+        return 32 * (self["WARPS_M"] * self["WARPS_N"] + self.get("COPYING_WARPS", 0))
 
     @property
     def shares(self) -> int:
@@ -239,7 +239,9 @@ def source_of(contract: Contract) -> str:
 def _shared_bytes(tile: Tile) -> int:
     """SMEM_BYTES in the head of the kernel file."""
     m, n, k, stages = (tile[name] for name in ("TILE_M", "TILE_N", "TILE_K", "STAGES"))
-    if tile.table in ("fma", "tree"):
+    if tile.table == "fma_narrow":
+        needed = stages * (m + n) * (4 * k + 16)
+    elif tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
     elif tile.table == "tree_wgmma":
         levels = max(_level_bytes(tile) // 4 + tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
@@ -290,7 +292,7 @@ def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
     if contract in (MMA16, MMA8):
         macros.append(("MMA_K", 16 if contract == MMA16 else 8))
-    if tile.table in ("fma", "tree"):
+    if tile.table in ("fma", "fma_narrow", "tree"):
         macros.append(("THREADS", tile.threads))
     macros.append(("SMEM_BYTES", shared))
     return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)
