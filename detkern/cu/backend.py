@@ -14,7 +14,7 @@ from ..problem import BlockScaledProblem, ColumnSumProblem, GemmProblem, RowKind
 from ..tensors import Device, TensorView
 from . import column_sum, rows
 from .device import SEEN, CudaDevice, describe, missing
-from .geometry import choose, source_of
+from .geometry import choose, portable_sources
 from .loader import source_digest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def offered(capability: tuple[int, int]) -> list[Contract]:
 
 
 def _digest(contract: Contract) -> str:
-    return source_digest((source_of(contract),))
+    return source_digest(portable_sources(contract))
 
 
 def _known_to_differ(device: CudaDevice, contract: Contract, dtype: DType) -> bool:

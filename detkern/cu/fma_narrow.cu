@@ -281,6 +281,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     } else if (p.k > 0) {
       copy_stages(p, target, thread - COMPUTING_THREADS, shared_address(shared));
     }
-    __syncthreads();  // before the next tile's copies
+    __syncthreads();  // what is read behind the last stage is not used, but would race with the next tile's copies
   }
 }

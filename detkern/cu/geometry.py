@@ -4,7 +4,7 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
-multiprocessor); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
+multiprocessor; of fma_narrow.json by docs/fma.md); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
 operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
 how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
 before what these numbers predict (tuned.py).
@@ -40,6 +40,7 @@ __all__ = [
     "launch_for",
     "load_paths",
     "oriented",
+    "portable_sources",
     "predicted_us",
     "shared_limit",
     "source_of",
@@ -232,8 +233,14 @@ def tiles_for(contract: Contract, operand: DType) -> tuple[Tile, ...]:
 
 
 def source_of(contract: Contract) -> str:
-    """The kernel file that computes `contract` on every device; a generation of devices may have another besides."""
+    """The kernel file that computes `contract` on every device, whatever the load paths; there may be others besides."""
     return f"{_TABLE_OF[contract]}.cu"
+
+
+def portable_sources(contract: Contract) -> tuple[str, ...]:
+    """The kernel files that compute `contract` on every device: that of `source_of`, and those besides."""
+    besides = (name for name in _TABLES_BESIDES.get(contract, ()) if name not in _CAPABILITY_OF)
+    return source_of(contract), *(f"{name}.cu" for name in besides)
 
 
 def _shared_bytes(tile: Tile) -> int:
