@@ -143,6 +143,10 @@ def _cases() -> Iterator[Case]:
             number += 1
             tile = fitting[0] if contract == LARGEST_ON.get(architecture) else gathering(fitting)
             yield Case(architecture, contract, operand, tile, turn(tile))
+            if contract == FMA:
+                narrow = [tile for tile in fitting if tile.table == "fma_narrow"]
+                tile = narrow[number % len(narrow)]
+                yield Case(architecture, contract, (F32, BF16)[number // 3 % 2], tile, turn(tile))
 
 
 def gathering(tiles: list[Tile]) -> Tile:
