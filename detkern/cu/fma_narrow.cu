@@ -2,7 +2,7 @@
 // ascending from 0 to K - 1, from +0 (or from `out`). The same function as fma.cu's, for f32, f16 and bf16 operands.
 //
 // A chain takes 4 cycles a k, whoever computes it. Where outputs are few, tiles are so small that all multiprocessors
-// work and a scheduler has hardly more chains than hide each other's latency (docs/fma.md). Warps of their own keep a
+// work and a scheduler has hardly more chains than hide each other's latency (docs/hopper.md). Warps of their own keep a
 // ring of stages filled: a copy takes as many issue slots as ten fused multiply-adds.
 //
 // Macros   OPERAND (F32 1, F16 2, BF16 3), LOAD_A, LOAD_B (K_MAJOR 1, MN_MAJOR 2), TILE_M, TILE_N, TILE_K, WARPS_M,

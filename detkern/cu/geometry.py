@@ -4,7 +4,7 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
-multiprocessor; of fma_narrow.json by docs/fma.md); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
+multiprocessor; of fma_narrow.json by docs/hopper.md); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
 operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
 how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
 before what these numbers predict (tuned.py).
