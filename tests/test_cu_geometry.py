@@ -189,7 +189,7 @@ def test_a_launch_names_everything_that_its_kernel_needs(contract: Contract) -> 
     if launch.tile.table == "tree_wgmma":
         assert launch.threads == 128 * (macros["GROUPS_M"] * macros["GROUPS_N"] + 1)
     else:
-        assert launch.threads == 32 * macros["WARPS_M"] * macros["WARPS_N"]
+        assert launch.threads == 32 * (macros["WARPS_M"] * macros["WARPS_N"] + macros.get("COPYING_WARPS", 0))
     assert (launch.maps is not None) == launch.tile.by_tma
     assert len(macros) == len(launch.build.macros)
 
@@ -509,6 +509,39 @@ def test_a_grid_that_is_too_large_gets_larger_tiles() -> None:
     tile = choose(huge, HOPPER, 132).tile
     assert tile.table == "mma_wgmma"
     assert takes(huge, tile, both)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), HOPPER, (12, 0)])
+def test_few_outputs_of_a_chain_go_to_small_tiles_and_many_do_not(capability: tuple[int, int]) -> None:
+    for loads in itertools.product((Load.K_MAJOR, Load.MN_MAJOR), repeat=2):
+        for dtype in (F32, BF16):
+            for m, n, k in ((64, 256, 4096), (1, 4096, 4096), (32, 1024, 1024), (64, 64, 64), (256, 256, 4096)):
+                if m == 1 and loads[0] == Load.MN_MAJOR:
+                    continue  # a row apart from no other
+                launch = choose(_laid_out(FMA, m, n, k, loads, dtype, dtype), capability, 132)
+                assert launch.build.source == "fma_narrow.cu"
+            for m, n, k in ((4096, 4096, 4096), (2048, 2048, 512), (8192, 1024, 4096)):
+                launch = choose(_laid_out(FMA, m, n, k, loads, dtype, dtype), capability, 132)
+                assert launch.build.source == geometry.source_of(FMA) == "fma.cu"
+    few = choose(_laid_out(FMA, 64, 256, 4096, (Load.K_MAJOR, Load.K_MAJOR), F32, F32), capability, 132)
+    assert few.grid >= 0.9 * 132
+    gathered = _laid_out(FMA, 64, 256, 4096, (Load.STRIDED, Load.K_MAJOR), F32, F32)
+    assert choose(gathered, capability, 132).build.source == "fma.cu"
+
+
+def test_no_tile_of_a_chain_is_predicted_to_beat_the_chain() -> None:
+    """4 cycles a k at 1.98 GHz, the most that an H200 has."""
+    both = (Load.K_MAJOR, Load.K_MAJOR)
+    for k in (64, 4096, 100_000):
+        problem = _laid_out(FMA, 64, 256, k, both, F32, F32)
+        for tile in candidates(problem, HOPPER, both):
+            assert predicted_us(problem, tile, 132) > 4 * k / 1980
+
+
+def test_what_a_self_check_vouches_for_are_all_kernels_of_every_device() -> None:
+    assert geometry.portable_sources(FMA) == ("fma.cu", "fma_narrow.cu")
+    for contract in (MMA16, MMA8, TREE, TREE_MMA16):
+        assert geometry.portable_sources(contract) == (geometry.source_of(contract),)
 
 
 def test_plain_chains_need_no_scratch() -> None:

@@ -173,7 +173,7 @@ class Sums(CudaImplementation[ColumnSumProblem]):
     is checked all the same, once."""
 
     def __init__(self) -> None:
-        super().__init__(BIAS_GRADIENT, lambda variant: SOURCE)
+        super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE,))
 
     def explain(self, problem: ColumnSumProblem) -> Kernel:
         chosen = choose(problem, describe(problem.device.index).multiprocessors)

@@ -4,7 +4,7 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`); and the operand types it is for, where not for all. Tiles of mma_wgmma.json are chosen by time_model.py instead,
-whose numbers are in tiles/time_model.json. Each kernel file says in its head what its macros mean and how much shared memory
+whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model (docs/hopper.md). Each kernel file says in its head what its macros mean and how much shared memory
 and scratch they need; those formulas are repeated here. Of the other kernels, what was measured on whole shapes goes before
 what wave_us predicts (tuned.py).
 """
@@ -45,6 +45,7 @@ __all__ = [
     "load_paths",
     "model_shapes",
     "oriented",
+    "portable_sources",
     "predicted_us",
     "shared_limit",
     "source_of",
@@ -54,8 +55,8 @@ __all__ = [
 
 _TABLES = Path(__file__).parent / "tiles"
 _TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
-# Kernels that one generation of devices has besides, by its compute capability: a table may name tiles of theirs too.
-_TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
+# Kernels that a contract has besides, on every device or on one generation of them, by its compute capability.
+_TABLES_BESIDES = {FMA: ("fma_narrow",), MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
 _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
 _MODELLED = "mma_wgmma"  # whose tiles time_model.py chooses
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
@@ -135,7 +136,7 @@ class Tile:
         """Threads of a CTA."""
         if self.table == "tree_wgmma":
             return 128 * (self["GROUPS_M"] * self["GROUPS_N"] + 1)
-        return 32 * self["WARPS_M"] * self["WARPS_N"]
+        return 32 * (self["WARPS_M"] * self["WARPS_N"] + self.get("COPYING_WARPS", 0))
 
     @property
     def shares(self) -> int:
@@ -230,14 +231,22 @@ def tiles_for(contract: Contract, operand: DType) -> tuple[Tile, ...]:
 
 
 def source_of(contract: Contract) -> str:
-    """The kernel file that computes `contract` on every device; a generation of devices may have another besides."""
+    """The kernel file that computes `contract` on every device, whatever the load paths; there may be others besides."""
     return f"{_TABLE_OF[contract]}.cu"
+
+
+def portable_sources(contract: Contract) -> tuple[str, ...]:
+    """The kernel files that compute `contract` on every device: that of `source_of`, and those besides."""
+    besides = (name for name in _TABLES_BESIDES.get(contract, ()) if name not in _CAPABILITY_OF)
+    return source_of(contract), *(f"{name}.cu" for name in besides)
 
 
 def _shared_bytes(tile: Tile) -> int:
     """SMEM_BYTES in the head of the kernel file."""
     m, n, k, stages = (tile[name] for name in ("TILE_M", "TILE_N", "TILE_K", "STAGES"))
-    if tile.table in ("fma", "tree"):
+    if tile.table == "fma_narrow":
+        needed = stages * (m + n) * (4 * k + 16)
+    elif tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
     elif tile.table == "tree_wgmma":
         levels = max(_level_bytes(tile) // 4 + tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
@@ -288,7 +297,7 @@ def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
     if contract in (MMA16, MMA8):
         macros.append(("MMA_K", 16 if contract == MMA16 else 8))
-    if tile.table in ("fma", "tree"):
+    if tile.table in ("fma", "fma_narrow", "tree"):
         macros.append(("THREADS", tile.threads))
     macros.append(("SMEM_BYTES", shared))
     return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)

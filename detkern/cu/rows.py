@@ -268,7 +268,7 @@ class Rows(CudaImplementation[RowProblem]):
     """The row operations."""
 
     def __init__(self) -> None:
-        super().__init__(ROWS, lambda variant: SOURCE)
+        super().__init__(ROWS, lambda variant: (SOURCE,))
 
     def explain(self, problem: RowProblem) -> Kernel:
         device = describe(problem.device.index)
