@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from detkern.problem import gemm_problem
+from detkern.operations.gemm.problem import gemm_problem
 
 from detkern import operands
 from detkern.contracts import FMA
-from detkern.cpu import numpy_replay
+from detkern.operations.gemm import replay as numpy_replay
 from detkern.cu import geometry
 from detkern.cu.geometry import Load, Tile, launch_for, load_paths
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
