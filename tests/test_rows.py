@@ -81,7 +81,7 @@ def constants(name: str) -> list[float]:
 
 
 LOG2_E, LN2_HIGH, LN2_LOW, ROUNDER = (constants(name)[0] for name in ("LOG2_E", "LN2_HIGH", "LN2_LOW", "ROUNDER"))
-EXP, LOG = constants("E0 … E6"), constants("L0 … L8")
+EXP, LOG = constants("E0 … E6"), constants("L0 … L4") + constants("L5 … L8")
 
 
 def product(x: float, y: float) -> float:

@@ -172,6 +172,8 @@ def test_a_computed_weight_gathers_nothing() -> None:
 class Twice(torch.nn.Module):
     """A layer that is called twice, and a tied one."""
 
+    between = staticmethod(torch.tanh)
+
     def __init__(self, device: str) -> None:
         super().__init__()
         self.first = layer(device)
@@ -180,7 +182,7 @@ class Twice(torch.nn.Module):
         dt.zero_main_grads(self)
 
     def forward(self, x: Any) -> Any:
-        return self.tied(torch.tanh(self.first(torch.tanh(self.first(x)))))
+        return self.tied(self.between(self.first(self.between(self.first(x)))))
 
 
 @pytest.mark.parametrize("way", ["direct", "checkpoint"])
@@ -209,6 +211,8 @@ def test_each_use_is_one_chain_over_the_micro_batches(way: str, device: str) -> 
 def test_inductor_keeps_the_uses_apart_too(device: str) -> None:
     torch._dynamo.reset()
     eager, model = Twice(device), Twice(device)
+    # Inductor's tanh has other bits than eager PyTorch's on CUDA.
+    eager.between = model.between = torch.relu
     eager(inputs(device)).float().square().sum().backward()
     compiled = torch.compile(model, fullgraph=True)
     for rows in inputs(device).chunk(2):

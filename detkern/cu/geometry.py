@@ -612,7 +612,7 @@ def _fastest_modelled(
         able = [tile for tile in candidates(problem, capability, loads) if tile.table == _MODELLED]
         return min(able, key=lambda tile: predicted_us(problem, tile, multiprocessors), default=None)
     # Sides of tiles are multiples of 8: so are the m that a choice is made for.
-    m = problem.m
+    m = max(problem.m, 1)
     whole, rows = (m, m) if m <= _EACH_M else (m // 8 * 8, -(-m // 8) * 8)
     return _fastest(_layout(problem, loads), capability, multiprocessors, whole, rows)
 
