@@ -225,9 +225,11 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
+    from detkern.cpu import compiled
     from detkern.cpu.threads import available
 
     argparse.ArgumentParser(description="Time the CPU backend against NumPy, and record it.").parse_args()
+    compiled.rebuild()  # by the compiler that the record names; the cache's may be another's
     counts = sorted({1, available()})
     rows = [row for threads in counts for row in in_child("measure", threads, threads)]
     rows += in_child("measure_memory", counts[-1], 1)

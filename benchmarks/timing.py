@@ -59,9 +59,9 @@ def missing() -> str | None:
 
 def no_torch() -> str | None:
     """That PyTorch is not installed, or None."""
-    from detkern.requirements import Package
+    from detkern.requirements import Package, install
 
-    return Package("torch", "PyTorch", 'pip install "detkern[bench]"').missing()
+    return Package("torch", "PyTorch", install("bench")).missing()
 
 
 def leave_if(reason: str | None) -> None:

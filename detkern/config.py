@@ -79,7 +79,7 @@ def _parse_path(value: Any) -> Path | None:
     if value is None:
         return None
     try:
-        return Path(value).expanduser()
+        return Path(value).expanduser().absolute()  # of the folder that the process was in when it was set
     except TypeError:
         raise ArgumentError(f"cache_dir must be a path or None, not {value!r}") from None
     except RuntimeError as error:  # ~ of a user who is not known here
@@ -118,13 +118,15 @@ _stated: str = ""
 _refused: dict[str, DetkernError] = {}
 
 
+# Of the module and not of its type, whose own would make each reading of a setting three times as slow.
+def __getattr__(name: str) -> Any:
+    if name in _refused:
+        raise _refused[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class _Config(ModuleType):
     """The module's own type: assignments are checked before they take effect."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _refused:
-            raise _refused[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "contract":

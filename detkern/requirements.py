@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from .dtypes import BF16, F16, DType
 
-__all__ = ["TABLE", "Offer", "Package", "Row", "named", "old_driver", "row"]
+__all__ = ["TABLE", "Offer", "Package", "Row", "install", "named", "old_driver", "row"]
 
 Capability = tuple[int, int]
 
@@ -168,8 +168,14 @@ def old_driver(supports: str, package: str, needs: str) -> str:
     )
 
 
-_TRITON_INSTALL = "pip install 'detkern[triton]' (its launcher needs PyTorch too)"
-_CUPY = Package("cupy", "CuPy", "pip install 'detkern[cuda13]' or 'detkern[cuda12]'")
+def install(*extras: str) -> str:
+    """How to get what an extra of setup.cfg brings, one of several: from a checkout, since an index may not have detkern."""
+    commands = " or ".join(f'".[{extra}]"' for extra in extras)
+    return f"pip install {commands} in the folder of detkern's sources"
+
+
+_TRITON_INSTALL = f"{install('triton')} (its launcher needs PyTorch too)"
+_CUPY = Package("cupy", "CuPy", install("cuda13", "cuda12"))
 _TORCH_MUSA = Package(
     "torch_musa", "torch_musa",
     "pip install the wheel for your PyTorch from https://github.com/MooreThreads/torch_musa/releases",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from detkern import abi, config
+from detkern import abi, config, sealed
 from detkern.abi import build as build_module
 from detkern.abi import mirror
 from detkern.abi.build import Recipe, build, cache_folder, find_compiler
@@ -207,7 +207,7 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
     assert (library.gemm_scratch(descriptor), library.device_count(), library.device(0).units) == (96, 3, 7)
 
 
-def test_the_key_covers_sources_flags_compiler_and_cpu(
+def test_the_key_covers_sources_flags_and_cpu_but_not_the_compiler(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = build(small_recipe(tmp_path))
@@ -216,12 +216,22 @@ def test_the_key_covers_sources_flags_compiler_and_cpu(
     made = {first}
     made.add(build(small_recipe(tmp_path, "return 8;")))
     made.add(build(small_recipe(tmp_path, flags=("-O2", "-fPIC"))))
-    made.add(build(small_recipe(tmp_path), build_module.Compiler(find_compiler().command, "another version")))
+    command = find_compiler().command[0]
+    monkeypatch.setenv("CXX", f"{command} -DUNUSED")
+    made.add(build(small_recipe(tmp_path)))
+    # Another compiler, one that launches it, none: what was built for these flags is found.
+    for same in (str(logging_compiler(tmp_path, tmp_path / "log")), f"env {command}", "no-such-c++"):
+        monkeypatch.setenv("CXX", f"{same} -DUNUSED")
+        assert build(small_recipe(tmp_path)) in made
+        monkeypatch.setenv("CXX", same)
+        assert build(small_recipe(tmp_path)) == first
+    monkeypatch.delenv("CXX")
     monkeypatch.setattr(build_module, "cpu_features", lambda: "another machine")
     made.add(build(small_recipe(tmp_path)))
     monkeypatch.setattr(build_module, "ABI_VERSION", 99)
     made.add(build(small_recipe(tmp_path)))
     assert len(made) == 6
+    assert not (tmp_path / "log").exists()
     assert not [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
 
 
@@ -236,6 +246,7 @@ def test_compiler_errors_are_carried(tmp_path: Path, cache: Path, monkeypatch: p
         assert command in str(raised.value)
         assert "CXX" in str(raised.value)
         assert "PATH" in str(raised.value)
+        assert os.environ["PATH"] not in str(raised.value)
 
 
 def test_cxx_may_carry_arguments(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +270,7 @@ def test_a_library_gets_its_name_when_it_is_whole(tmp_path: Path, cache: Path, m
     rename = os.replace
 
     def replace(source: Path, target: Path) -> None:
+        assert sealed.damage(Path(source)) is None
         seen.append((ctypes.CDLL(str(source)).seven(), Path(target).exists()))
         rename(source, target)
 
@@ -267,8 +279,177 @@ def test_a_library_gets_its_name_when_it_is_whole(tmp_path: Path, cache: Path, m
     assert seen == [(7, False)]
 
 
+DAMAGE = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "without its last byte": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "foreign": lambda content: b"somebody else's",
+    "one bit": lambda content: content[:4000] + bytes([content[4000] ^ 1]) + content[4001:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_built_anew_which_is_said_once(
+    damage: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = build(small_recipe(tmp_path))
+    whole = library.read_bytes()
+    library.write_bytes(DAMAGE[damage](whole))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "detkern"):
+        for _ in range(2):
+            assert build(small_recipe(tmp_path)) == library
+    assert sealed.damage(library) is None
+    assert ctypes.CDLL(str(library)).seven() == 7
+    (message,) = caplog.messages
+    assert re.search(
+        rf"compiles its library small with .*, once, for up to half a minute: {library} is damaged: its ", message
+    )
+
+
+def test_processes_replace_a_damaged_library_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, shared = tmp_path / "calls", tmp_path / "shared"
+    monkeypatch.setattr(config, "cache_dir", shared)
+    library = build(small_recipe(tmp_path))
+    library.write_bytes(library.read_bytes()[:5000])  # to load it would kill the process
+    run_eight(tmp_path, logging_compiler(tmp_path, log), shared)
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_folder_that_cannot_be_written_serves_what_is_whole_in_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a compiler. A damaged file is named."""
+    library = build(small_recipe(tmp_path))
+    monkeypatch.setattr(build_module, "_unwritable", lambda folder, private=False: "Read-only file system")
+    monkeypatch.setenv("CXX", "no-such-c++")
+    assert build(small_recipe(tmp_path)) == library
+    library.write_bytes(library.read_bytes()[:5000])
+    with pytest.raises(
+        BuildError, match=rf"^{library} is damaged: .*; cache_dir=.* cannot be written: Read-only file system"
+    ):
+        build(small_recipe(tmp_path))
+    assert library.stat().st_size == 5000
+    monkeypatch.setattr(build_module, "_unwritable", lambda folder, private=False: None)
+    with pytest.raises(
+        BuildError, match=rf"^{library} is damaged: .*; no C\+\+ compiler: tried CXX=no-such-c\+\+: not found"
+    ):
+        build(small_recipe(tmp_path))
+
+
+def test_again_builds_what_is_whole(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "calls"
+    library = build(small_recipe(tmp_path))
+    monkeypatch.setenv("CXX", str(logging_compiler(tmp_path, log)))
+    assert build(small_recipe(tmp_path)) == library
+    assert not log.exists()
+    assert build(small_recipe(tmp_path), again=True) == library
+    assert len(log.read_text().splitlines()) == 2
+    library.unlink()
+    assert build(small_recipe(tmp_path), again=True) == library
+    assert len(log.read_text().splitlines()) == 4
+
+
+def test_the_compilation_is_said_once_and_so_is_the_wait(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(logging_compiler(tmp_path, tmp_path / "calls")))
+    recipe = small_recipe(tmp_path)
+    with caplog.at_level(logging.WARNING, "detkern"), ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: build(recipe), range(2)))
+        build(recipe)
+    assert len([m for m in caplog.messages if m.startswith("detkern compiles its library small with CXX=")]) == 1
+    assert len([m for m in caplog.messages if m.startswith("detkern waits for another process that compiles ")]) == 1
+    assert len(caplog.messages) == 2
+
+
+GARBAGE = {
+    'g++ "': r"^CXX=g\+\+ \" is no command: No closing quotation; write a compiler and its arguments",
+    "   ": "tried CXX=   : not found",
+    "/": "tried CXX=/: not found",
+    "true": r"^CXX=true: .*true made no library and said nothing; is it a C\+\+ compiler\?",
+    "cat": "^CXX=cat: the compiler failed with status 1",
+    "sh -c 'printf \\377\\376'": "^CXX=sh -c .*made no library",
+    "no\udcff++": "tried CXX=no\udcff\\+\\+: not found",
+}
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+def test_garbage_in_cxx_is_a_build_error_that_names_it(
+    value: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", value)
+    with pytest.raises(BuildError, match=GARBAGE[value]):
+        build(small_recipe(tmp_path))
+    assert not list(cache.glob("*.so"))
+
+
+def test_other_variables_of_makefiles_are_not_read(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("CC", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"):
+        monkeypatch.setenv(variable, '-ffast-math "')
+    assert ctypes.CDLL(str(build(small_recipe(tmp_path)))).seven() == 7
+
+
+def test_a_compiler_of_a_relative_path(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler runs in a folder of its own."""
+    monkeypatch.chdir(logging_compiler(tmp_path, tmp_path / "calls").parent)
+    monkeypatch.setenv("CXX", "./logging-c++")
+    assert build(small_recipe(tmp_path)).exists()
+
+
+def test_a_cache_folder_that_is_a_file_is_a_build_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below", tmp_path / ("x" * 300)):
+        monkeypatch.setattr(config, "cache_dir", folder)
+        with pytest.raises(BuildError, match=r"cache_dir=.* \(DETKERN_CACHE_DIR\) cannot be written"):
+            build(small_recipe(tmp_path))
+
+
+def test_a_place_that_is_taken_is_a_build_error(tmp_path: Path, cache: Path) -> None:
+    library = build(small_recipe(tmp_path))
+    library.unlink()
+    library.mkdir()
+    with pytest.raises(BuildError, match=rf"^{library} cannot be read: Is a directory; .* cannot be written: "):
+        build(small_recipe(tmp_path))
+
+
+def test_without_a_home_the_private_folder_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(config, "cache_dir", None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr(build_module.tempfile, "tempdir", str(tmp_path))
+    assert cache_folder() == tmp_path / f"detkern-{os.getuid()}"
+    assert build(small_recipe(tmp_path)).parent == cache_folder()
+
+
+def test_an_elf_file_that_was_cut_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
+    """Also one without a seal, which a user names."""
+    library = compile_library(tmp_path, STUB)
+    content = library.read_bytes()
+    assert Library(library).name == "stub"
+    for size in (len(content) - 1, len(content) // 2, 4096, 64):
+        cut = tmp_path / f"cut{size}.so"
+        cut.write_bytes(content[:size])
+        with pytest.raises(BackendUnavailable, match=rf"cut{size}\.so cannot be loaded: it has been cut short"):
+            Library(cut)
+
+
 def test_processes_build_once_and_each_sees_a_whole_library(tmp_path: Path) -> None:
     log = tmp_path / "calls"
+    run_eight(tmp_path, logging_compiler(tmp_path, log), tmp_path / "shared")
+    assert len(log.read_text().splitlines()) == 2
+
+
+def run_eight(tmp_path: Path, compiler: Path, folder: Path) -> None:
+    """Eight processes that build and load the small library at once."""
     small_recipe(tmp_path)
     script = (
         "import ctypes, sys; from pathlib import Path\n"
@@ -278,12 +459,11 @@ def test_processes_build_once_and_each_sees_a_whole_library(tmp_path: Path) -> N
     )
     environment = {
         **os.environ,
-        "CXX": str(logging_compiler(tmp_path, log)),
-        "DETKERN_CACHE_DIR": str(tmp_path / "shared"),
+        "CXX": str(compiler),
+        "DETKERN_CACHE_DIR": str(folder),
     }
     processes = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(8)]
     assert [process.wait() for process in processes] == [7] * 8
-    assert len(log.read_text().splitlines()) == 2
 
 
 def test_cache_folder_is_the_configured_one_then_xdg_then_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,10 @@ def fake_tensor() -> Any:
         return tt(4, 8)
 
 
-def freed() -> Any:
-    tensor = tt(4, 8)
-    tensor.untyped_storage().resize_(0)
+def freed(size: int = 0, offset: int = 0, shape: tuple[int, ...] = (4, 8)) -> Any:
+    """A tensor over a storage cut to `size` bytes."""
+    tensor = torch().ones(offset + int(np.prod(shape)))[offset:].view(shape)
+    tensor.untyped_storage().resize_(size)
     return tensor
 
 
@@ -409,7 +410,26 @@ BAD = [
         DTypeError, ("a is a nested tensor", "a.to_padded_tensor(0)"), "torch"),
     Bad("torch.func.grad", lambda o: torch().func.grad(lambda x: gemm(x, tt(8, 3)).sum())(tt(4, 8)),
         (DTypeError, ArgumentError), ("a ",), "torch"),
-    Bad("storage freed", lambda o: gemm(freed(), tt(8, 3)), ArgumentError, ("a has had its storage freed",), "torch"),
+    Bad("storage freed", lambda o: gemm(freed(), tt(8, 3)),
+        ArgumentError, ("a has had its storage freed", "holds 0 bytes", "needs 128"), "torch"),
+    Bad("storage freed under an offset", lambda o: gemm(freed(0, 4), tt(8, 3)),
+        ArgumentError, ("a has had its storage freed", "holds 0 bytes", "needs 144"), "torch"),
+    Bad("storage cut short", lambda o: gemm(freed(127), tt(8, 3)),
+        ArgumentError, ("a has had its storage cut short", "holds 127 bytes", "needs 128"), "torch"),
+    Bad("storage cut short under an offset", lambda o: gemm(tt(8, 4), freed(128, 4)),
+        ArgumentError, ("b has had its storage cut short", "holds 128 bytes", "needs 144"), "torch"),
+    Bad("storage of out cut short", lambda o: gemm(tt(4, 8), tt(8, 8), out=freed(64)),
+        ArgumentError, ("out has had its storage cut short", "holds 64 bytes", "needs 128"), "torch"),
+    Bad("storage of bias cut short", lambda o: detkern.linear(tt(4, 8), tt(8, 8), freed(20, 0, (8,))),
+        ArgumentError, ("bias has had its storage cut short", "holds 20 bytes", "needs 32"), "torch"),
+    Bad("storage of a lazy negative freed", lambda o: gemm(freed()._neg_view(), tt(8, 3)),
+        ArgumentError, ("a has had its storage freed",), "torch"),
+    Bad("storage of rows freed", lambda o: detkern.rows.softmax(freed()),
+        ArgumentError, ("x has had its storage freed",), "torch"),
+    Bad("lazy zero tensor", lambda o: gemm(torch()._efficientzerotensor((4, 8)), tt(8, 3)),
+        DTypeError, ("a is a lazy zero tensor", "a.clone()"), "torch"),
+    Bad("mkldnn", lambda o: gemm(tt(4, 8).to_mkldnn(), tt(8, 3)),
+        DTypeError, ("a has layout torch._mkldnn", "to_dense"), "torch"),
     Bad("lazy negative out", lambda o: gemm(tt(4, 8), tt(8, 3), out=lazy_negative()),
         ArgumentError, ("out has torch's lazy negative bit",), "torch"),
     Bad("expanded out", lambda o: gemm(tt(4, 8), tt(8, 3), out=tt(1, 3).expand(4, 3)),

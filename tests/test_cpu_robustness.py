@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import platform
@@ -17,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_abi import HEADER, STUB
 from test_cpu_backend import PAIRS, block_scaled, differing, gemm
 
-from detkern import config, operands
-from detkern.abi.build import build, find_compiler
+from detkern import config, operands, sealed
+from detkern.abi.build import Recipe, build, find_compiler
 from detkern.abi.library import Library
 from detkern.arithmetic.float_environment import default_float_environment
 from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
@@ -329,6 +331,63 @@ def test_the_library_may_be_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(backend.BuildError, match="not on darwin"):
         compiled.load()
+
+
+def test_a_library_that_this_system_cannot_load_is_built_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a machine with a newer C++ runtime: whole, and of no use."""
+    source = tmp_path / "stub.cpp"
+    source.write_text(f'#include "{HEADER}"\n{STUB}')
+    small = Recipe("detkern-cpu", (source,), (), ("-O0", "-fPIC"), ("-shared",))
+    monkeypatch.setattr(compiled, "recipe", lambda: small)
+    monkeypatch.setattr(config, "cache_dir", tmp_path)
+    path = build(small)
+    path.write_bytes(sealed.sealed(b"needs a newer loader"))
+    with monkeypatch.context() as without:
+        without.setenv("CXX", "no-such-c++")
+        with pytest.raises(
+            backend.BackendUnavailable, match=rf"{path} cannot be loaded: .* built here: .*no-such-c\+\+: not found"
+        ):
+            compiled.load()
+    assert compiled.load().name == "stub"
+    assert sealed.damage(path) is None
+
+
+GARBAGE_ELSEWHERE = {
+    "CXX": ('g++ "', 'CXX=g++ " is no command: No closing quotation'),
+    "DETKERN_CACHE_DIR": (str(Path(__file__)), "(DETKERN_CACHE_DIR) cannot be written"),
+}
+
+
+@pytest.mark.parametrize("variable", GARBAGE_ELSEWHERE)
+def test_garbage_in_a_variable_leaves_numpy_which_names_it(variable: str, tmp_path: Path) -> None:
+    value, said = GARBAGE_ELSEWHERE[variable]
+    child = start_child({"DETKERN_CACHE_DIR": str(tmp_path), variable: value})
+    out, err = child.communicate()
+    assert child.returncode == 0, err
+    assert out.startswith(f"{digest_of_small_products()} True 1 None "), out
+    assert said in ast.literal_eval(out.split(" None ")[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DETKERN_NUM_THREADS", "abc"),
+        ("DETKERN_CPU", "fast"),
+        ("DETKERN_CONTRACT", "tf32"),
+        ("DETKERN_CACHE_DIR", "~nobody-here/x"),
+    ],
+)
+def test_garbage_in_a_setting_is_a_typed_error_that_names_it(variable: str, value: str) -> None:
+    code = "import numpy as np, detkern\ntry: detkern.gemm(np.ones((2, 2)), np.ones((2, 2)))\n"
+    code = code.replace("np.ones((2, 2))", "np.ones((2, 2), np.float32)")
+    code += "except detkern.DetkernError as error: print(error)"
+    environment = {**os.environ, variable: value}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert variable in ran.stdout
+    assert value.partition("/")[0] in ran.stdout
 
 
 # --- memory ---

@@ -17,7 +17,7 @@ from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, T
 from detkern.cu import backend as cuda
 from detkern.cu import device as cuda_device
 from detkern.cu import gemm as cuda_gemm
-from detkern.cu import implementation
+from detkern.cu import implementation, loader
 from detkern.cu.device import CudaDevice
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.errors import DeviceError
@@ -251,7 +251,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Runtime]:
     module = types.ModuleType("cupy.cuda")
     module.runtime = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", module)
-    monkeypatch.setattr(cuda_device, "supported_architectures", lambda: (80, 86, 89, 90, 100, 120))
+    monkeypatch.setattr(loader, "supported_architectures", lambda: (80, 86, 89, 90, 100, 120))
     cuda_device.missing.cache_clear()
     cuda_device.describe.cache_clear()
     yield fake

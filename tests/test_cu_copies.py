@@ -54,7 +54,7 @@ class TmaTile:
     def elements(self) -> int:
         return self.rows * self.extent_k
 
-    def copies(self, row: int, k: int, batch: int, whole: bool, rank: int | None) -> list[Copy]:
+    def copies(self, row: int, k: int, batch: tuple[int, int], whole: bool, rank: int | None) -> list[Copy]:
         """rank: of the CTA that copies half of it for both."""
         first, count, first_row = 0, self.boxes, 0
         if rank is not None and self.boxes > 1:
@@ -66,9 +66,11 @@ class TmaTile:
         x, y = x + first * ATOM, y + first_row
         target = 128 * (first * self.box_rows + first_row)
         assert target % 1024 == 0, "the swizzle follows the address"
+        outer, inner = batch
         if whole:
-            return [(target, (0, y, x // ATOM, batch))]
-        return [(target + 128 * box * self.box_rows, (x + box * ATOM, y, 0, batch)) for box in range(count)]
+            assert not inner
+            return [(target, (0, y, x // ATOM, outer))]
+        return [(target + 128 * box * self.box_rows, (x + box * ATOM, y, inner, outer)) for box in range(count)]
 
 
 def _copied(stage: np.ndarray, shape: MapShape, copies: list[Copy]) -> int:
@@ -89,7 +91,7 @@ def _copied(stage: np.ndarray, shape: MapShape, copies: list[Copy]) -> int:
 
 
 def _wanted(
-    tile: TmaTile, matrix: Matrix, mn: int, k_size: int, row: int, k: int, batch: int, present: int
+    tile: TmaTile, matrix: Matrix, mn: int, k_size: int, row: int, k: int, batch: tuple[int, int], present: int
 ) -> np.ndarray:
     """The address of each element of a stage by the operand's strides."""
     boxes, lines, elements = np.arange(tile.boxes)[:, None, None], np.arange(tile.box_rows)[:, None], np.arange(ATOM)
@@ -99,9 +101,9 @@ def _wanted(
         if tile.mn_rows
         else (row + lines + 0 * along, k + along + 0 * lines)
     )
-    batch_stride = matrix.batch_strides[0] if matrix.batch_strides else 0
+    batch_offset = sum(index * stride for index, stride in zip(batch, matrix.batch_strides, strict=False))
     mn_stride, k_stride = matrix.row_stride, matrix.col_stride
-    addresses = 2 * (at_mn * mn_stride + at_k * k_stride + batch * batch_stride)
+    addresses = 2 * (at_mn * mn_stride + at_k * k_stride + batch_offset)
     addresses = np.where((at_mn < mn) & (at_k < k_size), addresses, ZERO)
     if not tile.mn_rows:
         addresses = np.where(lines < present, addresses, UNTOUCHED)
@@ -117,7 +119,7 @@ def _inside(start: int, extent: int, size: int, unit: int) -> int:
     return min(start, max(size - extent + unit - 1, 0) // unit * unit)
 
 
-def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[int, int, int]]]:
+def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
     """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside of the
     output as TileWalk::output() does. problem: oriented."""
     shares = tile.shares
@@ -127,7 +129,8 @@ def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[lis
     step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
     for _ in range(3):
         row, column = rng.randrange(-(-problem.m // step_m)) * step_m, rng.randrange(-(-problem.n // step_n)) * step_n
-        batch = rng.randrange(problem.batch[0]) if problem.batch else 0
+        sizes = (*problem.batch, 1, 1)
+        batch = rng.randrange(sizes[0]), rng.randrange(sizes[1])
         yield [
             (
                 batch,
@@ -149,15 +152,22 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
     # What produce() derives from the sizes alone.
     present = a.box_rows if a.mn_rows or whole_a else min(problem.m, a.box_rows)
     expected = 2 * (a.elements // a.box_rows * present + b.elements)
-    batched = [bool(matrix.batch_strides and matrix.batch_strides[0]) for matrix in (problem.a, problem.b)]
+
+    def index_of(matrix: Matrix, batch: tuple[int, int]) -> tuple[int, int]:
+        """BatchIndex::of: of a dimension along which the operand is broadcast, 0."""
+        outer, inner = (
+            index * bool(stride) for index, stride in zip(batch, (*matrix.batch_strides, 0, 0), strict=False)
+        )
+        return outer, inner
+
     for ctas in _pairs(problem, tile, rng):
         k = rng.randrange(-(-problem.k // tile["TILE_K"])) * tile["TILE_K"]
         stages = [(np.full(a.elements, UNTOUCHED), np.full(b.elements, UNTOUCHED)) for _ in ctas]
         counted = [0 for _ in ctas]
         for rank, (batch, row, column) in enumerate(ctas):
             copies = (
-                a.copies(row, k, batch * batched[0], whole_a, rank if shares == SHARED_A else None),
-                b.copies(column, k, batch * batched[1], whole_b, rank if shares == SHARED_B else None),
+                a.copies(row, k, index_of(problem.a, batch), whole_a, rank if shares == SHARED_A else None),
+                b.copies(column, k, index_of(problem.b, batch), whole_b, rank if shares == SHARED_B else None),
             )
             for side, (shape, shared) in enumerate(((launch.maps.a, SHARED_A), (launch.maps.b, SHARED_B))):
                 for target in range(len(ctas)) if shares == shared else (rank,):
@@ -177,15 +187,17 @@ SIZES = [
 LARGE = (2**31 - 1, 2**31 - 64, 2**24 + 8)
 
 
-def _operand(mn: int, k: int, load: Load, batch: int, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _operand(
+    mn: int, k: int, load: Load, batch: tuple[int, ...], rng: random.Random
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, strides) with m or n first."""
     slack = rng.choice((0, 0, 8, 56, 256))
     along, across = (k, mn) if load == Load.K_MAJOR else (mn, k)
     line = -(-along // 8) * 8 + slack
     strides = (line, 1) if load == Load.K_MAJOR else (1, line)
-    if not batch:
-        return (mn, k), strides
-    return (batch, mn, k), (rng.choice((0, across * line)), *strides)
+    size = across * line
+    steps = (rng.choice((0, size)),) if len(batch) == 1 else (rng.choice((0, 7 * size + 64)), rng.choice((0, size)))
+    return (*batch, mn, k), (*steps[: len(batch)], *strides)
 
 
 def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Random) -> GemmProblem:
@@ -194,19 +206,19 @@ def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Rando
         m = rng.choice([size for size in SIZES if size >= tile["TILE_N"]])
     if rng.random() < 0.1:
         m, n, k = rng.choice(((rng.choice(LARGE), n, k), (m, rng.choice(LARGE), k), (m, n, rng.choice(LARGE))))
-    batch = rng.choice((0, 0, 2, 7))
+    batch = rng.choice(((), (), (2,), (7,), (3, 5)))
     (a_shape, a_strides), (b_shape, b_strides) = (
         _operand(m, k, loads[0], batch, rng),
         _operand(n, k, loads[1], batch, rng),
     )
     line = -(-n // 8) * 8
-    out_shape = (batch, m, n) if batch else (m, n)
+    out_strides = (5 * m * line + 64, m * line)[2 - len(batch) :]
     device = Device("cuda", 0)
     return gemm_problem(
         MMA16 if tile.table == "mma_wgmma" else TREE_MMA16,
         TensorView(4096, a_shape, a_strides, BF16, device),
         TensorView(4096, (*b_shape[:-2], k, n), (*b_strides[:-2], b_strides[-1], b_strides[-2]), BF16, device),
-        TensorView(4096, out_shape, (m * line, line, 1)[-len(out_shape) :], out, device),
+        TensorView(4096, (*batch, m, n), (*out_strides, line, 1), out, device),
         None,
         False,
     )  # fmt: skip
@@ -238,7 +250,8 @@ def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) ->
             owned = np.zeros(size, int)
             for own in range(0, size + extent * (tile.shares > 0), extent):  # of a pair one may be outside
                 start = _inside(own, extent, size, unit)
-                assert start % unit == 0 and start <= own
+                assert start % unit == 0
+                assert start <= own
                 assert size < extent or start + extent < size + unit, "no more than a unit's rest is outside"
                 owned[max(own, start) : start + extent] += 1
             assert (owned == 1).all()

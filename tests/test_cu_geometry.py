@@ -317,7 +317,9 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
     both = (Load.K_MAJOR, Load.K_MAJOR)
     assert {tile.shares for tile in _by_tma()} == {0, 1, 2}
     for tile in _by_tma():
-        for m in (1, tile["TILE_M"] - 1, tile["TILE_M"], tile["TILE_M"] + 1, 1000):
+        # A swapped tile's rows are columns of the output, whose lines are of 16 bytes.
+        by = 8 if tile.swapped else 1
+        for m in (by, tile["TILE_M"] - by, tile["TILE_M"], tile["TILE_M"] + by, 1000):
             problem = _laid_out(MMA16, *((512, m) if tile.swapped else (m, 512)), 512, both)
             expected = both in tile.loads and (not tile.shares or m >= tile["TILE_M"])
             assert takes(problem, tile, both) == expected
@@ -354,7 +356,8 @@ def test_a_swapped_tile_has_the_transposed_problem() -> None:
         assert (theirs.row_stride, theirs.col_stride) == (ours.col_stride, ours.row_stride)
         assert theirs.batch_strides == ours.batch_strides
     build = launch_for(problem, tile, 132).build
-    assert dict(build.macros)["LOAD_A"] == Load.MN_MAJOR and dict(build.macros)["LOAD_B"] == Load.K_MAJOR
+    macros = dict(build.macros)
+    assert (macros["LOAD_A"], macros["LOAD_B"]) == (Load.MN_MAJOR, Load.K_MAJOR)
     other = next(tile for tile in _by_tma() if not tile.swapped)
     assert oriented(problem, other) is problem
 
@@ -416,11 +419,11 @@ def _unusual() -> list[tuple[str, GemmProblem]]:
         ("overlapping rows", with_a(_view((256, 256), (128, 1), BF16))),
         ("one row for all", with_a(_view((256, 256), (0, 1), BF16))),
         (
-            "two batch dimensions",
+            "three batch dimensions",
             with_a(
-                _view((*batch, 256, 256), (256 * 256, 3 * 2**17, 256, 1), BF16),
-                _view((*batch, 256, 256), (256 * 256, 2**18, 1, 256), BF16),
-                _view((*batch, 256, 256), (256 * 256, 2**19, 256, 1), BF16),
+                _view((2, *batch, 256, 256), (2**22, 256 * 256, 3 * 2**17, 256, 1), BF16),
+                _view((2, *batch, 256, 256), (2**23, 256 * 256, 2**18, 1, 256), BF16),
+                _view((2, *batch, 256, 256), (2**24, 256 * 256, 2**19, 256, 1), BF16),
             ),
         ),
         (

@@ -55,6 +55,7 @@ EPILOGUES = (
     Epilogue(F32, accumulate=True),
     Epilogue("other", BF16),
     Epilogue(F32, F32),
+    Epilogue(F32),
     Epilogue(None, F16),
     Epilogue("other"),
     Epilogue(None, mode="rows-odd"),
@@ -294,3 +295,58 @@ def test_batches_by_every_tile(contract: Contract, dtype: DType, loads: tuple[Lo
                 )  # fmt: skip
                 counts.append(cupy.count_nonzero(got.array != wanted.array))
             assert [str(tile) for tile, count in zip(by_tma, counts, strict=True) if int(count)] == [], what
+
+
+@pytest.mark.parametrize(("heads", "sharing"), [(6, 1), (2, 3)], ids=["a-head-each", "heads-that-share"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_attention_in_the_layout_of_models(dtype: DType, heads: int, sharing: int) -> None:
+    """q, k and v as [B, L, H, D]: two batch dimensions that do not merge, or heads of which several share one of k and v. Scores
+    and their products with v, by every tile, into both layouts of the output."""
+    import cupy
+
+    batches, length, keys, depth = 3, 200, 136, 64
+    query_heads = heads * sharing
+
+    def placed(kind: str, count: int, rows: int, seed: int) -> tuple[np.ndarray, TensorView]:
+        """[B, H, rows, D] read from [B, rows, H, D]."""
+        values = operands.generate(kind, dtype, (batches, count, rows, depth), seed)
+        return values, batched(values, dtype, (0, 2, 1, 3))
+
+    q, q_view = placed("normal", query_heads, length, 61)
+    k, k_view = placed("normal", heads, keys, 62)
+    if sharing > 1:
+        # [B, Hkv, group] with one k for a group: three dimensions, of which two of q merge.
+        k = np.repeat(k, sharing, axis=1)
+        strides = k_view.strides
+        q_view = TensorView(
+            q_view.pointer, (batches, heads, sharing, length, depth),
+            (q_view.strides[0], sharing * depth, depth, *q_view.strides[2:]), dtype, DEVICE, array=q_view.array,
+        )  # fmt: skip
+        k_view = TensorView(
+            k_view.pointer, (batches, heads, sharing, keys, depth),
+            (strides[0], strides[1], 0, *strides[2:]), dtype, DEVICE, array=k_view.array,
+        )  # fmt: skip
+    turned = TensorView(
+        k_view.pointer, (*k_view.shape[:-2], depth, keys), (*k_view.strides[:-2], *k_view.strides[:-3:-1]), dtype, DEVICE,
+        array=k_view.array,
+    )  # fmt: skip
+    expected = replay(MMA16, q, np.ascontiguousarray(np.swapaxes(k, -1, -2)))
+    fresh = np.full((batches, query_heads, length, keys), 0xFFAD, np.uint16).view(dtype.numpy)
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        out = batched(fresh, dtype, axes)
+        strides = out.strides
+        view = out
+        if sharing > 1:
+            view = TensorView(
+                out.pointer, (batches, heads, sharing, length, keys),
+                (strides[0], sharing * strides[1], *strides[1:]), dtype, DEVICE, array=out.array,
+            )  # fmt: skip
+        problem = gemm_problem(MMA16, q_view, turned, view, None, False)
+        loads = load_paths(problem)
+        tiles = [tile for tile in tiles_here(problem, loads) if tile.by_tma]
+        assert bool(tiles) == (len(problem.batch) <= 2)
+        for tile in tiles or [None]:
+            out.array[...] = 0xFFAD
+            run(MMA16, q_view, turned, view, tile=tile)
+            got = cupy.asnumpy(out.array).reshape([fresh.shape[axis] for axis in axes]).transpose(np.argsort(axes))
+            assert differing(expected, np.ascontiguousarray(got)) == 0, f"{tile} {axes}"

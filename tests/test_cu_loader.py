@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from detkern import config
+from detkern import config, sealed
 from detkern.cu import ahead, loader
 from detkern.cu.loader import KernelBuild
 from detkern.errors import BuildError, DeviceError
@@ -215,6 +216,9 @@ class _Cuda:
 
         self.Module = Module
 
+    def runtimeGetVersion(self) -> int:
+        return 13000
+
     def streamIsCapturing(self, stream: int) -> bool:
         if isinstance(self.capturing, Exception):
             raise self.capturing
@@ -270,6 +274,63 @@ def test_nothing_is_loaded_while_a_graph_is_captured(capturing: Any, cuda: _Cuda
     assert loader.load_function(0, (9, 0), BUILD, 5) is function
 
 
+@pytest.fixture
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def remove() -> None:
+        def missing() -> Any:
+            raise BuildError("compiling a CUDA kernel needs NVRTC")
+
+        monkeypatch.setattr(loader, "_nvrtc", missing)
+
+    return remove
+
+
+def test_a_filled_cache_serves_without_nvrtc(cuda: _Cuda, no_nvrtc: Any) -> None:
+    loader.compiled_image(BUILD, "sm_90a")
+    no_nvrtc()
+    assert loader.loaded_architecture((9, 0)) == "sm_90a"
+    loader.load_function(0, (9, 0), BUILD, 0)
+    assert cuda.loaded == 1
+    for capability, build in (((8, 0), BUILD), ((9, 0), KernelBuild("tiny.cu", (("VALUE", 8),), 0))):
+        with pytest.raises(BuildError, match="needs NVRTC"):
+            loader.load_function(1, capability, build, 0)
+
+
+def test_without_cupy_the_error_is_the_one_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (lambda: loader.compiled_image(BUILD, "sm_90a"), lambda: loader.loaded_architecture((9, 0))):
+        with pytest.raises(BuildError, match="needs CuPy, which cannot be imported"):
+            call()
+
+
+def test_without_nvrtc_the_newest_of_the_same_cuda_serves(cuda: _Cuda, no_nvrtc: Any) -> None:
+    image = loader.compiled_image(BUILD, "sm_90a")
+    assert config.cache_dir is not None
+    (kept,) = (config.cache_dir / "cuda").glob("tiny-sm_90a-*.cubin")
+    stem = kept.name.partition("-nvrtc")[0]
+    kept.unlink()
+    for version, content in (("12.9", b"older CUDA"), ("13.2", b"older"), ("13.10", image), ("14.0", b"newer CUDA")):
+        kept.with_name(f"{stem}-nvrtc{version}.cubin").write_bytes(sealed.sealed(content))
+    no_nvrtc()
+    assert loader.compiled_image(BUILD, "sm_90a") == image
+
+
+def test_the_first_compilation_of_a_process_is_said(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_said", False)
+    loader.compiled_image(BUILD, "sm_90a")
+    with caplog.at_level(logging.WARNING, "detkern"):
+        loader.load_function(0, (9, 0), BUILD, 0)
+        assert caplog.messages == []  # it was in the cache
+        for value in (8, 9):
+            loader.load_function(0, (9, 0), KernelBuild("tiny.cu", (("VALUE", value),), 0), 0)
+    (message,) = caplog.messages
+    assert "compiles CUDA kernels as calls need them" in message
+    assert "`detkern build cuda` compiles all ahead" in message
+
+
 def test_a_driver_that_refuses_the_image_is_a_device_error(cuda: _Cuda) -> None:
     cuda.refuse = True
     with pytest.raises(DeviceError, match=r"cuda:0 did not load tiny\.cu -DVALUE=7: CUDA_ERROR_NO_BINARY_FOR_GPU"):
@@ -292,3 +353,42 @@ def test_processes_share_a_cache(folder: Path, tmp_path: Path) -> None:
         worker.join()
     assert len(sizes) == 1
     assert len(os.listdir(tmp_path / "cache" / "cuda")) == 1
+
+
+ON_A_DEVICE = """
+import subprocess
+import sys
+import cupy, numpy
+import detkern
+from detkern.cu import loader
+
+def missing():
+    raise detkern.BuildError("no NVRTC here")
+
+if sys.argv[1] == "no nvrtc":
+    loader._nvrtc = missing
+a = cupy.asarray(numpy.arange(64 * 64, dtype=numpy.float32).reshape(64, 64) / 7)
+print(detkern.gemm(a, a, contract="fma", backend="cuda").get().tobytes().hex())
+"""
+
+
+@pytest.mark.gpu
+def test_a_damaged_cache_and_one_without_nvrtc_on_a_device(tmp_path: Path) -> None:
+    def run(choice: str) -> tuple[str, bool]:
+        environment = {**os.environ, "DETKERN_CACHE_DIR": str(tmp_path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", ON_A_DEVICE, choice], env=environment, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout, "compiles CUDA kernels as calls need them" in ran.stderr
+
+    first, said = run("with nvrtc")
+    assert said
+    assert run("no nvrtc") == (first, False)
+    kept = list((tmp_path / "cuda").glob("*.cubin"))
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:5000])
+    assert run("with nvrtc")[0] == first
+    assert all(sealed.damage(path) is None for path in kept)
+    assert run("no nvrtc") == (first, False)

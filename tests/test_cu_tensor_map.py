@@ -97,14 +97,26 @@ def test_what_is_just_within_its_limits() -> None:
     assert map_shapes(_problem(*wide), ROWS) is None, "k is a coordinate as well"
 
 
-def test_batches_that_tma_cannot_describe() -> None:
+def test_batches_of_two_dimensions_at_most_have_maps() -> None:
     backwards = _view((5, 100, 72), (-9000, 80, 1)), _view((5, 72, 56), (8000, 64, 1))
     assert map_shapes(_problem(*backwards), ROWS) is None
     a = _view((3, 5, 100, 72), (2**20, 9000, 80, 1))
     b = _view((3, 5, 72, 56), (2**20, 8000, 64, 1))
     problem = _problem(a, b)
     assert len(problem.batch) == 2
-    assert map_shapes(problem, ROWS) is None
+    assert map_shapes(problem, ROWS) == (
+        MapShape(BF16, (72, 100, 3), (160, 2**21), 0, inner=(5, 18000)),
+        MapShape(BF16, (56, 72, 3), (128, 2**21), 0, inner=(5, 16000)),
+    )
+    one_weight = _problem(a, _view((3, 5, 72, 56), (2**20, 0, 64, 1)))  # broadcast over the inner dimension
+    shapes = map_shapes(one_weight, ROWS)
+    assert shapes is not None
+    assert (shapes[1].sizes, shapes[1].inner) == ((56, 72, 3), (1, 112))
+    a = _view((2, 3, 5, 100, 72), (2**23, 2**20, 9000, 80, 1))
+    b = _view((2, 3, 5, 72, 56), (2**24, 2**20, 8000, 64, 1))
+    problem = _problem(a, b)
+    assert len(problem.batch) == 3
+    assert map_shapes(problem, ROWS) is None, "one dimension more than a map has"
     many = _view((2**31, 1, 72), (80, 80, 1)), _view((2**31, 72, 8), (1024, 8, 1))
     out = _view((2**31, 1, 8), (16, 8, 1))
     assert map_shapes(_problem(*many, out), ROWS) is None, "more batches than a coordinate counts"
@@ -156,12 +168,13 @@ def test_outputs_that_tma_writes() -> None:
         assert output_map_shape(problem) == MapShape(dtype, (56, 100, 1), (128, 112), 0)
     row = _problem(_view((1, 72), (80, 1)), b, _view((1, 56), (57, 1)))
     assert output_map_shape(row) == MapShape(BF16, (56, 1, 1), (112, 112), 0)
-    # Of a batch, the start of each must be at 16 bytes as well; two dimensions of it are one too many.
+    # Of a batch, the start of each must be at 16 bytes as well.
     left, right = _view((3, 100, 72), (9000, 80, 1)), _view((3, 72, 56), (8000, 64, 1))
     assert output_map_shape(_problem(left, right, _view((3, 100, 56), (6008, 56, 1)))) is not None
     assert output_map_shape(_problem(left, right, _view((3, 100, 56), (6004, 56, 1)))) is None
     left, right = _view((2, 3, 100, 72), (2**20, 9000, 80, 1)), _view((2, 3, 72, 56), (2**20, 8000, 64, 1))
-    assert output_map_shape(_problem(left, right, _view((2, 3, 100, 56), (2**20, 6000, 56, 1)))) is None
+    two = output_map_shape(_problem(left, right, _view((2, 3, 100, 56), (2**20, 6000, 56, 1))))
+    assert two == MapShape(BF16, (56, 100, 2), (112, 2**21), 0, inner=(3, 12000))
 
 
 SHAPE = MapShape(F16, (72, 100, 5), (160, 18000), 128)
@@ -185,6 +198,15 @@ def test_a_map_is_made_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert replace(SHAPE, dtype=BF16).at(4096) is not first
     assert driver.maps[-1][0] == "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
+
+
+def test_an_inner_batch_is_the_third_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lines of whole boxes are not cut then: there are four dimensions."""
+    driver = cu_driver.install(monkeypatch)
+    shape = MapShape(BF16, (128, 100, 5), (800, 96000), 64, inner=(7, 4000))
+    assert not shape.whole
+    shape.at(4096)
+    assert driver.maps[-1][3:6] == ([128, 100, 7, 5], [800, 4000, 96000], [64, 64, 1, 1])
 
 
 def test_lines_of_whole_boxes_are_cut_into_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import detkern
-from detkern import config
+from detkern import config, sealed
 from detkern.cli.main import main
 from detkern.npu import toolchain as module
 from detkern.npu.libraries import built_library
@@ -62,7 +64,10 @@ def test_the_predicate(
     assert (reason is None) == (has_compiler and (has_device or forced))
     if not has_compiler:
         assert toolchain.compiler in (reason or "")
-        assert all(place in (reason or "") for place in ("PATH=", toolchain.homes[0], toolchain.usual_homes[0]))
+        assert os.environ["PATH"] not in (reason or "")
+        assert all(
+            place in (reason or "") for place in ("folders of PATH", toolchain.homes[0], toolchain.usual_homes[0])
+        )
     elif reason is not None:
         assert f"{toolchain.force}=1" in reason
 
@@ -75,7 +80,9 @@ def test_only_1_forces(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @TOOLCHAINS
-def test_the_command_line_builds_where_the_backend_looks(toolchain: Toolchain, tmp_path: Path) -> None:
+def test_the_command_line_builds_where_the_backend_looks(
+    toolchain: Toolchain, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     name = toolchain.platform.name
     status, output = command_line(name)
     assert status == 2
@@ -89,7 +96,10 @@ def test_the_command_line_builds_where_the_backend_looks(toolchain: Toolchain, t
     status, output = command_line(name, **{toolchain.homes[0]: str(sdk), toolchain.force: "1"})
     assert status == 0, output
     library = built_library(toolchain.platform)
-    assert library.read_text() == "a library"
+    assert sealed.opened(library.read_bytes()) == b"a library"
+    assert caplog.messages == [
+        f"detkern compiles {library} with {sdk / 'bin' / toolchain.compiler}, which may take minutes"
+    ]
     assert str(library) in output
     assert [path for path in library.parent.iterdir() if path != library] == []
     arguments = json.loads((sdk / "arguments.json").read_text())
@@ -174,3 +184,19 @@ def test_devices_are_seen_by_their_files(tmp_path: Path, monkeypatch: pytest.Mon
     seen = replace(ASCEND, device_files=(str(tmp_path / "davinci[0-9]*"),))
     assert module.device_nodes(seen) == [str(tmp_path / "davinci0")]
     assert module.device_nodes(replace(ASCEND, device_files=(str(tmp_path / "mtgpu*"),))) == []
+
+
+@TOOLCHAINS
+def test_another_state_of_the_sources_is_another_file(toolchain: Toolchain, tmp_path: Path) -> None:
+    """A library of older kernels is not taken for one of these."""
+    from dataclasses import replace
+
+    sources = tmp_path / "sources"
+    shutil.copytree(toolchain.platform.source.parent, sources)
+    platform = replace(toolchain.platform, source=sources / toolchain.platform.source.name)
+    assert built_library(platform) == built_library(toolchain.platform)
+    changed = tmp_path / "changed"
+    shutil.copytree(sources, changed)
+    header = next(path for path in sorted(changed.iterdir()) if path.suffix in (".h", ".muh"))
+    header.write_text(header.read_text() + "// changed\n")
+    assert built_library(replace(platform, source=changed / platform.source.name)) != built_library(platform)

@@ -18,7 +18,7 @@ from frameworks import from_torch, same, to_torch
 from test_abi import compile_library
 
 import detkern
-from detkern import config, operands, plan, registry, selfcheck
+from detkern import config, operands, plan, registry, sealed, selfcheck
 from detkern.abi import mirror
 from detkern.abi.library import Library
 from detkern.contracts import CONTRACTS, Contract
@@ -119,6 +119,28 @@ def test_what_cannot_be_loaded_is_said(backend: Any, monkeypatch: pytest.MonkeyP
         with pytest.raises(detkern.BackendUnavailable, match=expected) as raised:
             detkern.gemm(A, B, contract="fma", backend=backend.name)
         assert str(path) in str(raised.value)
+
+
+@PLATFORMS
+def test_a_named_library_that_was_cut_short_is_refused(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a seal, of which a part is gone, and without one."""
+    whole = library_path(backend.name).read_bytes()
+    content = sealed.opened(whole)
+    assert content is not None
+    for number, data in enumerate((whole[:-100], b"?" + whole[1:], content[:-1], content[:5000])):
+        path = tmp_path / f"cut{number}.so"
+        path.write_bytes(data)
+        monkeypatch.setenv(backend.platform.variable, str(path))
+        with pytest.raises(
+            detkern.BackendUnavailable, match=rf"{backend.platform.variable}={path}: .*(damaged|cut short)"
+        ):
+            detkern.gemm(A, B, contract="fma", backend=backend.name)
+    path = tmp_path / "foreign.so"
+    path.write_bytes(content)
+    monkeypatch.setenv(backend.platform.variable, str(path))
+    assert same(detkern.gemm(A, B, contract="tree", backend=backend.name), detkern.gemm(A, B, contract="tree"))
 
 
 @PLATFORMS
@@ -267,7 +289,15 @@ def test_tensors_of_a_device_by_pointer_on_their_stream(
     ):
         detkern.gemm(a, b, contract="fma")
     built.parent.mkdir(parents=True, exist_ok=True)
-    built.write_bytes(path.read_bytes())  # what `detkern build` would have left
+    whole = path.read_bytes()
+    for damaged in (whole[:5000], b"", whole + b"!"):
+        built.write_bytes(damaged)
+        with pytest.raises(
+            detkern.BackendUnavailable, match=rf"{built} is damaged: .* `detkern build {backend.name}` does"
+        ):
+            detkern.gemm(a, b, contract="fma")
+    built.unlink()
+    built.write_bytes(whole)  # what `detkern build` would have left
     # No backend named: dispatch chooses it; the default contract is the platform's.
     contract = {"musa": "fma", "ascend": "tree"}[backend.name]
     result = detkern.gemm(a, b)

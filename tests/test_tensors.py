@@ -22,6 +22,7 @@ from detkern import plan, registry
 from detkern.backend import Execution
 from detkern.cpu.backend import BACKEND as CPU_BACKEND
 from detkern.dtypes import BF16, DTYPES, F32, DType
+from detkern.errors import ArgumentError
 from detkern.operations.gemm.problem import GemmProblem
 from detkern.tensors import (
     Device,
@@ -514,6 +515,56 @@ def test_operands_on_two_devices(cuda: FakeCuda) -> None:
         detkern.gemm(A, B, bias=WithInterface(np.ones(3, np.float32), 7))
     with pytest.raises(detkern.DeviceError, match=r"out is float32 .* on cpu"):
         detkern.gemm(OnCuda(A, cuda.log), OnCuda(B, cuda.log), out=np.zeros((2, 3), np.float32))
+
+
+class Pooled:
+    """cupy.cuda.memory.PooledMemory; its pointer is 0 once it is freed."""
+
+    def __init__(self, ptr: int, size: int) -> None:
+        self.ptr, self.size = ptr, size
+
+
+def test_a_cupy_array_beyond_its_memory_is_refused() -> None:
+    """By CuPy's own bookkeeping; memory whose size CuPy made up is believed."""
+    from detkern.tensors.cupy import _CuPy
+
+    memory_types = types.SimpleNamespace(PooledMemory=Pooled)
+    runtime = types.SimpleNamespace(is_hip=False)
+    adapter = _CuPy(types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, memory=memory_types)))
+
+    def array(memory: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        data = types.SimpleNamespace(mem=memory, ptr=4096 + offset)
+        device = types.SimpleNamespace(id=0)
+        return types.SimpleNamespace(
+            data=data,
+            shape=shape,
+            strides=strides,
+            dtype=np.dtype("f4"),
+            itemsize=4,
+            size=int(np.prod(shape)),
+            device=device,
+        )
+
+    whole = Pooled(4096, 512)
+    for offset, shape, strides in (
+        (0, (16, 8), (32, 4)),
+        (480, (8,), (4,)),
+        (508, (128,), (-4,)),
+        (512, (0, 8), (32, 4)),
+    ):
+        assert adapter.view(array(whole, offset, shape, strides), "a").pointer == 4096 + offset
+    for offset, shape, strides, needed in (
+        (0, (17, 8), (32, 4), "bytes 0 to 544"), (484, (8,), (4,), "bytes 484 to 516"), (8, (8,), (-4,), "bytes -20 to 12"),
+    ):  # fmt: skip
+        for read in (adapter.view, adapter.out_view):
+            with pytest.raises(ArgumentError, match=f"a .* holds 512 bytes and the array needs {needed} of it"):
+                read(array(whole, offset, shape, strides), "a")
+    with pytest.raises(
+        ArgumentError, match="a has had its memory freed: the memory holds 0 bytes and the array needs 512"
+    ):
+        adapter.view(array(Pooled(0, 512), 0, (16, 8), (32, 4)), "a")
+    made_up = types.SimpleNamespace(ptr=4096, size=24)
+    assert adapter.view(array(made_up, 0, (16, 8), (32, 4)), "a").pointer == 4096
 
 
 def test_without_cupy_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,19 @@ def test_memory_freed_right_after_the_call() -> None:
     assert all(same(from_torch(result), expected) for result in results)
 
 
+def test_a_cupy_array_beyond_its_memory_is_refused() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    small, b = cupy.ones((8, 8), cupy.float32), cupy.ones((8, 3), cupy.float32)
+    beyond = cupy.lib.stride_tricks.as_strided(small, (1 << 20, 8), (32, 4))
+    with pytest.raises(detkern.ArgumentError, match=r"a \[1048576, 8\] goes beyond its memory"):
+        product(beyond, b)
+    reversed_rows = small[::-1]
+    assert (product(reversed_rows, b) == 8).all()
+    small.data.mem.free()
+    with pytest.raises(detkern.ArgumentError, match="a has had its memory freed"):
+        product(small, b)
+
+
 def test_jax_orders_both_sides() -> None:
     on_device("jax")
     import jax

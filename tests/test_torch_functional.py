@@ -396,3 +396,84 @@ def test_every_contract_for_products_has_gradients() -> None:
             x = tensor("normal", dtype, (4, 70), 1, grad=True)
             dt.linear(x, tensor("normal", dtype, (6, 70), 2), contract=name).sum().backward()
             assert x.grad.abs().sum() > 0
+
+
+def _cut(shape: tuple[int, ...], size: int, device: str, offset: int = 0) -> Any:
+    """A tensor over a storage that was cut to `size` bytes, as FSDP frees parameters."""
+    count = int(np.prod(shape))
+    whole = torch.ones(offset + count, device=device)[offset:].view(shape)
+    whole.untyped_storage().resize_(size)
+    return whole
+
+
+SHORT_CALLS = {
+    "matmul a": ((9, 8), lambda t, o: dt.matmul(t, o(8, 5))),
+    "matmul b": ((8, 5), lambda t, o: dt.matmul(o(9, 8), t)),
+    "bmm": ((2, 9, 8), lambda t, o: dt.bmm(t, o(2, 8, 5))),
+    "linear x": ((9, 8), lambda t, o: dt.linear(t, o(5, 8), o(5))),
+    "linear weight": ((5, 8), lambda t, o: dt.linear(o(9, 8), t, o(5))),
+    "linear bias": ((5,), lambda t, o: dt.linear(o(9, 8), o(5, 8), t)),
+    "recorded weight": ((5, 8), lambda t, o: dt.linear(o(9, 8).requires_grad_(), t)),
+    "bias gradient": ((9, 8), lambda t, o: eager.bias_gradient(t, None, None)),
+    "registered op": ((9, 8), lambda t, o: torch.ops.detkern.matmul(t, o(8, 5))),
+    "softmax": ((9, 8), lambda t, o: dt.softmax(t)),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_CALLS)
+def test_a_storage_that_was_cut_short_is_refused_on_the_warm_path_too(name: str, device: str) -> None:
+    """The same call with whole tensors came before, so shapes and strides have a plan."""
+    shape, call = SHORT_CALLS[name]
+
+    def ones(*shape: int) -> Any:
+        return torch.ones(shape, device=device)
+
+    for offset in (0, 4):
+        full = 4 * (int(np.prod(shape)) + offset)
+        for _ in range(2):
+            before = call(_cut(shape, full, device, offset), ones)
+        for size in (0, full - 4):
+            said = rf"storage (freed|cut short): the storage holds {size} bytes and the tensor needs {full}; "
+            with pytest.raises(detkern.ArgumentError, match=said):
+                call(_cut(shape, size, device, offset), ones)
+        assert same(from_torch(call(_cut(shape, full, device, offset), ones).detach()), from_torch(before.detach()))
+
+
+MODE_CALLS = {
+    "mm": ("a", lambda t, o: torch.mm(t, o)),
+    "mm out": ("out", lambda t, o: torch.mm(o, o, out=t)),
+    "addmm input": ("input", lambda t, o: torch.addmm(t, o, o)),
+    "addmm input, beta": ("input", lambda t, o: torch.addmm(t, o, o, beta=2)),
+    "addmm input with a gradient": ("input", lambda t, o: torch.addmm(t.requires_grad_(), o, o)),
+    "sum": ("x", lambda t, o: t.sum(-1)),
+    "sum out": ("out", lambda t, o: torch.sum(o.expand(8, 8, 8), -1, out=t)),
+}
+
+
+@pytest.mark.parametrize("name", MODE_CALLS)
+def test_under_the_mode_too(name: str, device: str) -> None:
+    """Also what PyTorch itself would read or write in a covered operation."""
+    argument, call = MODE_CALLS[name]
+    ones = torch.ones(8, 8, device=device)
+    with dt.batch_invariant_mode():
+        assert call(_cut((8, 8), 256, device), ones).shape[0] == 8
+        with pytest.raises(detkern.ArgumentError, match=f"^{argument} has .* holds 8 bytes and the tensor needs 256"):
+            call(_cut((8, 8), 8, device), ones)
+
+
+def test_a_weight_freed_before_the_backward_leaves_the_gradients_alone(device: str) -> None:
+    """As FSDP does where a module is not unsharded again."""
+    x = torch.ones(9, 8, device=device, requires_grad=True)
+    weight = torch.ones(5, 8, device=device, requires_grad=True)
+    dt.linear(x, weight).sum().backward()
+    grads = x.grad.clone(), weight.grad.clone()
+    y = dt.linear(x, weight).sum()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(detkern.ArgumentError, match="holds 0 bytes and the tensor needs 160"):
+        y.backward()
+    assert torch.equal(x.grad, grads[0])
+    assert torch.equal(weight.grad, grads[1])
+    weight.untyped_storage().resize_(160)
+    with torch.no_grad():
+        weight.fill_(1)
+    assert torch.equal(dt.linear(x, weight), torch.full((9, 5), 8.0, device=device))

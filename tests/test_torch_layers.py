@@ -297,4 +297,4 @@ def test_without_torch_the_import_says_what_to_install() -> None:
         "try: import detkern.torch\n"
         "except ImportError as error: print(error)\n"
     )
-    assert run(code).startswith("detkern.torch needs PyTorch, as in pip install 'detkern[torch]'")
+    assert run(code).startswith('detkern.torch needs PyTorch: pip install ".[torch]" in the folder of detkern')

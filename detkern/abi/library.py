@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DetkernError, DeviceError
 from . import mirror
@@ -19,6 +20,24 @@ _ERRORS: dict[int, type[DetkernError]] = {
     mirror.OUT_OF_MEMORY: DeviceError,
     mirror.DEVICE_FAULT: DeviceError,
 }
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether an ELF file ends before its section headers, which linkers write last. Mapping one that does kills the process."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False  # the loader says what is wrong
+    if len(head) < 64 or head[:6] not in (b"\x7fELF\x02\x01", b"\x7fELF\x02\x02"):
+        return False
+    order: Literal["little", "big"] = "little" if head[5] == 1 else "big"
+    start, (entry, count) = (
+        int.from_bytes(head[40:48], order),
+        (int.from_bytes(head[i : i + 2], order) for i in (58, 60)),
+    )
+    return start + entry * count > size
 
 
 class Library:
@@ -34,6 +53,8 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if _is_cut(path):
+            raise BackendUnavailable(f"{path} cannot be loaded: it has been cut short")
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 from rich.progress import track
 
+from .. import requirements
 from ..contracts import CONTRACTS
-from ..errors import BackendUnavailable, ContractUnsupported
+from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported
 from .options import contracts_option
 
 if TYPE_CHECKING:
@@ -31,6 +33,31 @@ def _capability(text: str) -> tuple[int, int]:
     if matched is None:
         raise click.BadParameter(f"{text!r} is no compute capability; write one as 9.0")
     return int(matched[1]), int(matched[2])
+
+
+@build.command()
+@click.option(
+    "--again", is_flag=True, help="Compile it although it is in the cache, by the compiler that CXX names now."
+)
+def cpu(again: bool) -> None:
+    """Compile the CPU library into the cache folder.
+
+    It is otherwise compiled, in up to half a minute, by the first call that needs it. With a filled cache no compiler is needed
+    where the CPU has the same features; DETKERN_CACHE_DIR says where it lies.
+
+    \b
+    Examples:
+      detkern build cpu
+      CXX=clang++ detkern build cpu --again
+
+    \b
+    Exit codes: 0 it is there, 2 no compiler, or the compiler refused a source.
+    """
+    from ..cpu import compiled
+
+    start = time.perf_counter()
+    library = compiled.rebuild() if again else compiled.load()
+    click.echo(f"{library.path} in {time.perf_counter() - start:.0f} s")
 
 
 @build.command()
@@ -62,10 +89,18 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     from ..cu.device import describe, missing
     from ..cu.loader import kernel_folder, supported_architectures, target
 
+    row, supported = requirements.row("cuda"), supported_architectures()
     if capability is None:
         if reason := missing(0):
             raise BackendUnavailable(f"no device to compile for: {reason}; --capability 9.0, say, needs none")
         capability = describe(0).capability
+    elif reason := row.too_old(f"--capability {capability[0]}.{capability[1]}: the device", capability):
+        raise ArgumentError(reason)
+    elif 10 * capability[0] + capability[1] not in supported:
+        known = ", ".join(f"{a // 10}.{a % 10}" for a in supported if row.too_old("", divmod(a, 10)) is None)
+        raise ArgumentError(
+            f"--capability {capability[0]}.{capability[1]}: the installed NVRTC knows no such device; it compiles for {known}"
+        )
     here = offered(capability)
     asked = [CONTRACTS[name] for name in contracts] or here
     if missing_here := [contract.name for contract in asked if contract not in here]:
@@ -73,11 +108,17 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
         raise ContractUnsupported(
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
-    architecture = target(capability, supported_architectures())
+    architecture = target(capability, supported)
     wanted = builds(asked, capability) + ([] if contracts else column_sum.builds() + rows.builds(capability))
     start = time.perf_counter()
-    running = compile_ahead(wanted, architecture, processes or len(os.sched_getaffinity(0)))
-    for _ in track(running, f"kernels for {architecture}", total=len(wanted), transient=True):
+    count = processes or len(os.sched_getaffinity(0))
+    running, terminal = compile_ahead(wanted, architecture, count), Console(stderr=True)
+    if terminal.is_terminal:
+        bar = track(running, f"kernels for {architecture}", total=len(wanted), transient=True, console=terminal)
+        running = iter(bar)
+    else:
+        click.echo(f"compiling {len(wanted)} kernels for {architecture}, {count} at a time: minutes, once", err=True)
+    for _ in running:
         pass
     seconds = time.perf_counter() - start
     click.echo(f"{len(wanted)} kernels for {architecture} in {seconds:.0f} s, in {kernel_folder()}")

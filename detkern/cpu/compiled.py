@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..abi.build import Recipe, build
 from ..abi.library import Library
-from ..errors import BuildError
+from ..errors import BackendUnavailable, BuildError
 
-__all__ = ["load", "recipe"]
+__all__ = ["load", "rebuild", "recipe"]
 
 _FOLDER = Path(__file__).parent
 
@@ -36,6 +36,24 @@ def load() -> Library:
 
     Raises BuildError or BackendUnavailable.
     """
+    _need_linux()
+    path = build(recipe())
+    try:
+        return Library(path)
+    except BackendUnavailable as error:
+        # Whole, but this system cannot load it: built where the C++ runtime is newer. What is built here loads there too.
+        try:
+            return rebuild()
+        except BuildError as failed:
+            raise BackendUnavailable(f"{error}, and it cannot be built here: {failed}") from error
+
+
+def rebuild() -> Library:
+    """Build the library although it is in the cache, and load it. Raises as `load`."""
+    _need_linux()
+    return Library(build(recipe(), again=True))
+
+
+def _need_linux() -> None:
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the C++ kernels are built on Linux, not on {sys.platform}")
-    return Library(build(recipe()))

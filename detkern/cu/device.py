@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import requirements
 from ..errors import BuildError
 from ..requirements import old_driver
-from .loader import supported_architectures, target
+from .loader import loaded_architecture
 
 __all__ = ["SEEN", "CudaDevice", "describe", "missing"]
 
@@ -90,7 +90,7 @@ def missing(index: int) -> str | None:
     if reason := _ROW.too_old(str(device), device.capability):
         return reason
     try:
-        target(device.capability, supported_architectures())
+        loaded_architecture(device.capability)
     except BuildError as error:
         return str(error)
     return None

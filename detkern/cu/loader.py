@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import cache
+from .. import cache, sealed
 from ..errors import BuildError, DeviceError
+from ..requirements import install
 
 __all__ = [
     "ENTRY",
@@ -25,9 +27,12 @@ __all__ = [
     "compiled_image",
     "kernel_folder",
     "load_function",
+    "loaded_architecture",
     "source_digest",
     "target",
 ]
+
+_log = logging.getLogger("detkern")
 
 FOLDER = Path(__file__).parent
 ENTRY = "detkern_kernel"
@@ -103,8 +108,7 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()
     except ImportError as error:
         raise BuildError(
-            f"compiling a CUDA kernel needs CuPy, which cannot be imported ({error}); "
-            "pip install 'detkern[cuda13]' or 'detkern[cuda12]'"
+            f"compiling a CUDA kernel needs CuPy, which cannot be imported ({error}); {install('cuda13', 'cuda12')}"
         ) from error
     except Exception as error:  # CuPy reports a missing libnvrtc with a type of its own
         raise BuildError(
@@ -117,6 +121,20 @@ def _nvrtc() -> Any:
 def supported_architectures() -> tuple[int, ...]:
     """What the installed NVRTC compiles for (90 for sm_90), ascending."""
     return tuple(sorted(_nvrtc().getSupportedArchs()))
+
+
+def loaded_architecture(capability: tuple[int, int]) -> str:
+    """The architecture whose kernels a device loads: `target`'s; without NVRTC the device's own, if the cache has kernels for it.
+
+    Raises BuildError where there is neither.
+    """
+    try:
+        return target(capability, supported_architectures())
+    except BuildError:
+        own = target(capability, (10 * capability[0] + capability[1],))
+        if any(kernel_folder().glob(f"*-{own}-*-nvrtc{_cuda_major()}.*.cubin")):
+            return own
+        raise
 
 
 def compile_kernel(build: KernelBuild, architecture: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
@@ -150,12 +168,28 @@ def compile_kernel(build: KernelBuild, architecture: str, options: tuple[str, ..
 
 
 def _cache_path(build: KernelBuild, architecture: str) -> Path:
-    version = ".".join(map(str, _nvrtc().getVersion()))
-    key = hashlib.sha256(
-        "\0".join((source_digest((build.source,)), architecture, version, *OPTIONS, *build.defines)).encode()
-    )
-    stem = build.source.removesuffix(".cu")
-    return kernel_folder() / f"{stem}-{architecture}-{key.hexdigest()[:32]}.cubin"
+    """Where the kernel is kept, or would be. Where there is no NVRTC: the newest of the same major version of CUDA."""
+    key = hashlib.sha256("\0".join((source_digest((build.source,)), architecture, *OPTIONS, *build.defines)).encode())
+    stem = f"{build.source.removesuffix('.cu')}-{architecture}-{key.hexdigest()[:32]}"
+    folder = kernel_folder()
+    try:
+        major, minor = _nvrtc().getVersion()
+    except BuildError:
+        kept = folder.glob(f"{stem}-nvrtc{_cuda_major()}.*.cubin")
+        newest = max(kept, key=lambda path: int(path.stem.rpartition(".")[2]), default=None)
+        if newest is None:
+            raise
+        return newest
+    return folder / f"{stem}-nvrtc{major}.{minor}.cubin"
+
+
+def _cuda_major() -> int | None:
+    """The major version of CUDA that CuPy is built for; None without CuPy, which loads the kernels."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return None
+    return int(runtime.runtimeGetVersion()) // 1000
 
 
 def kernel_folder() -> Path:
@@ -169,17 +203,16 @@ def compiled_image(build: KernelBuild, architecture: str) -> bytes:
     image = _read(path)
     if image is None:
         image, _ = compile_kernel(build, architecture)
-        cache.keep(path, hashlib.sha256(image).digest() + image)
+        cache.keep(path, sealed.sealed(image))
     return image
 
 
 def _read(path: Path) -> bytes | None:
-    """The image in a cache file, or None where the file is missing or damaged: its first 32 bytes are the digest."""
+    """The image in a cache file, or None where the file is missing or damaged."""
     try:
-        content = path.read_bytes()
+        return sealed.opened(path.read_bytes())
     except OSError:
         return None
-    return content[32:] if hashlib.sha256(content[32:]).digest() == content[:32] else None
 
 
 _functions: dict[tuple[int, KernelBuild], Any] = {}
@@ -214,6 +247,19 @@ def _capturing(stream: int) -> bool:
         raise
 
 
+_said = False
+
+
+def _say_once(build: KernelBuild, architecture: str) -> None:
+    """One line before the first kernel that this process compiles; a warning, since that is shown by default."""
+    global _said
+    if not _said and not _cache_path(build, architecture).exists():
+        _said = True
+        _log.warning(
+            "detkern compiles CUDA kernels as calls need them, seconds each, once; `detkern build cuda` compiles all ahead"
+        )
+
+
 def _load(device: int, capability: tuple[int, int], build: KernelBuild, stream: int) -> Any:
     from cupy.cuda import driver, function
 
@@ -222,7 +268,9 @@ def _load(device: int, capability: tuple[int, int], build: KernelBuild, stream: 
             f"the kernel {build.source} is not loaded on cuda:{device} yet and cannot be while a graph is captured; "
             "make the same call once before the capture"
         )
-    image = compiled_image(build, target(capability, supported_architectures()))
+    architecture = loaded_architecture(capability)
+    _say_once(build, architecture)
+    image = compiled_image(build, architecture)
     try:
         module = function.Module()
         module.load(image)

@@ -183,10 +183,11 @@ DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
 
 // Writes 16-bit outputs by TMA, from this warp's slab; the last boxes may still be on their way at the return.
 template <int DTYPE>
-DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+DETKERN_INLINE void store_boxes(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                 const Accumulators& acc) {
   const int thread = thread_index(), lane = thread % 32, row = lane % 16;
   const uint32_t target = slab + row * ATOM_ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
+  const BatchIndex batch(p, tile.batch);
 #pragma unroll
   for (int first = 0; first < TILE_N / ATOM; first += SLAB_BOXES) {
     if (elected()) store_tensor_wait_read();
@@ -202,18 +203,20 @@ DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile
     if (has_rows() && elected()) {
 #pragma unroll
       for (int box = 0; box < SLAB_BOXES; ++box) {
-        store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, 0, tile.batch,
-                         slab + box * BOX_BYTES);
+        store_tensor_box(map_out, tile.column + (first + box) * ATOM, tile.row + thread / 32 % 4 * 16, batch.inner,
+                         batch.outer, slab + box * BOX_BYTES);
       }
       store_tensor_commit();
     }
   }
 }
 
-// The elements of `out` before those of a batch, where the output has a map: that has at most one batch dimension, so
-// one product does. batch_offset, for any number, is some 320 instructions.
+// The elements of `out` before those of a batch, where the operands have maps and so at most two batch dimensions.
+// batch_offset, for any number, is some 320 instructions.
 DETKERN_INLINE int64_t batch_start(const GemmParams& p, int64_t batch) {
-  return p.batch_rank == 0 ? 0 : batch * p.out_batch[0];
+  if (p.batch_rank == 0) return 0;
+  const BatchIndex index(p, batch);
+  return index.outer * p.out_batch[0] + (p.batch_rank == 2 ? index.inner * p.out_batch[1] : 0);
 }
 
 // Writes 16-bit outputs by 16 bytes a lane, at most WORD_SLAB_N columns at a time, through this warp's slab.
@@ -247,7 +250,7 @@ DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uin
 // Writes the 16-bit outputs of a swapped tile's group by TMA, from the group's slab, whose rows are the tile's columns,
 // swizzled as boxes are. slab: this warp's quarter, which tells where the group's begins.
 template <int DTYPE>
-DETKERN_INLINE void store_columns(const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+DETKERN_INLINE void store_columns(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                   const Accumulators& acc) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   slab -= warp * SLAB_BYTES;
@@ -271,7 +274,8 @@ DETKERN_INLINE void store_columns(const TensorMap& map_out, const OutputTile& ti
   fence_async_proxy();
   named_barrier<GROUP>(barrier);
   if (issues) {
-    store_tensor_box(map_out, tile.row, tile.column, 0, tile.batch, slab);
+    const BatchIndex batch(p, tile.batch);
+    store_tensor_box(map_out, tile.row, tile.column, batch.inner, batch.outer, slab);
     store_tensor_commit();
   }
 }
@@ -280,9 +284,9 @@ template <int DTYPE>
 DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
                                   const Accumulators& acc) {
   if constexpr (SWAPPED) {
-    store_columns<DTYPE>(map_out, tile, slab, acc);
+    store_columns<DTYPE>(p, map_out, tile, slab, acc);
   } else if constexpr (BOXED) {
-    store_boxes<DTYPE>(map_out, tile, slab, acc);
+    store_boxes<DTYPE>(p, map_out, tile, slab, acc);
   } else {
     store_words<DTYPE>(p, tile, slab, acc);
   }

@@ -178,7 +178,8 @@ class TileWalk {
   }
 
   DETKERN_INLINE uint32_t count() const {
-    return rows() * columns() * (p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]));
+    const uint32_t batches = p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]);
+    return rows() * columns() * batches * (p_.batch_rank == 2 ? static_cast<uint32_t>(p_.batch_shape[1]) : 1);
   }
 
   const GemmParams& p_;
@@ -215,12 +216,13 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
   // Filling rows outside A takes time, too: boxes that are copied one by one have no more than there are.
   const int rows_a = TileA::MN_ROWS || whole_a ? TileA::BOX_ROWS : static_cast<int>(min(p.m, int64_t(TileA::BOX_ROWS)));
   const int bytes = TileA::BYTES / TileA::BOX_ROWS * rows_a + TileB::BYTES;
-  const bool batch_a = p.batch_rank != 0 && p.a_batch[0] != 0, batch_b = p.batch_rank != 0 && p.b_batch[0] != 0;
+  const bool batch_b = p.batch_rank != 0 && (p.b_batch[0] != 0 || (p.batch_rank == 2 && p.b_batch[1] != 0));
   const uint32_t rank = SHARED_OPERAND == SHARED_NONE ? 0 : cluster_rank();
   const bool once_b = walk.rows() <= AT_ONE_TIME && (batch_b || p.batch_rank == 0);
   OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with
   forget(tile.row);
   forget(tile.column);
+  BatchIndex batch(p, tile.batch);
   bool waits = WAITS_IN_LOOP && walk.more();
   if (!waits) wait_for_earlier_grid();
   while (walk.more()) {
@@ -232,7 +234,8 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       mbarrier_arrive_expecting(full, bytes);
       if (waits) wait_for_earlier_grid();
       waits = false;
-      const int batch_of_a = batch_a ? tile.batch : 0, batch_of_b = batch_b ? tile.batch : 0, k = block * BLOCK_K;
+      const BatchIndex batch_of_a = batch.of(p, p.a_batch), batch_of_b = batch.of(p, p.b_batch);
+      const int k = block * BLOCK_K;
       if constexpr (SHARED_OPERAND == SHARED_B) {
         TileB::template copy<Copy::TO_BOTH>(ring.b(position.stage), map_b, tile.column, k, batch_of_b, full, whole_b,
                                             rank);
@@ -246,7 +249,10 @@ DETKERN_INLINE void produce(const GemmParams& p, const TensorMap& map_a, const T
       position.step();
     }
     walk.step();
-    if (walk.more()) tile = walk.output();
+    if (walk.more()) {
+      tile = walk.output();
+      batch = BatchIndex(p, tile.batch);
+    }
   }
   if (SHARED_OPERAND != SHARED_NONE) ring.drain(position);
 }

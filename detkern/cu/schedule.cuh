@@ -13,6 +13,28 @@ struct OutputTile {
   int64_t column;
 };
 
+// A batch of at most two dimensions by its index in each, as tensor maps have them.
+struct BatchIndex {
+  int outer, inner;
+
+  BatchIndex() = default;
+
+  DETKERN_INLINE BatchIndex(const GemmParams& p, int64_t batch) : outer(static_cast<int>(batch)), inner(0) {
+    if (p.batch_rank < 2) return;
+    const int size = static_cast<int>(p.batch_shape[1]);
+    outer = static_cast<int>(batch) / size;
+    inner = static_cast<int>(batch) - outer * size;
+  }
+
+  // That of an operand, which may be broadcast along either dimension.
+  DETKERN_INLINE BatchIndex of(const GemmParams& p, const int64_t (&strides)[MAX_BATCH_RANK]) const {
+    BatchIndex result;
+    result.outer = p.batch_rank != 0 && strides[0] != 0 ? outer : 0;
+    result.inner = p.batch_rank == 2 && strides[1] != 0 ? inner : 0;
+    return result;
+  }
+};
+
 DETKERN_INLINE int64_t batch_count(const GemmParams& p) {
   int64_t count = 1;
   for (int axis = 0; axis < p.batch_rank; ++axis) count *= p.batch_shape[axis];

@@ -1,7 +1,7 @@
 """How TMA sees an operand: the shape of its tensor map, and the maps themselves, which hold a pointer.
 
 A map has four dimensions: along the operand's contiguous lines, across them, from box to box along the lines, and the
-batch. Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the
+batch. Of a batch of two dimensions the inner one is the third, and lines are not cut. Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the
 limits). Lines of whole boxes are cut into these, so that one copy takes all the boxes of a stage; others are not, their
 third dimension is 1, and what a box has beyond a line's end is zeros.
 """
@@ -18,6 +18,7 @@ from ..dtypes import BF16, F16, F32, DType
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
+from ..requirements import install
 
 __all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
 
@@ -37,7 +38,7 @@ def available() -> bool:
     if not found:
         warnings.warn(
             "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same bits; "
-            "pip install 'detkern[cuda13]' or 'detkern[cuda12]'",
+            f"{install('cuda13', 'cuda12')}",
             stacklevel=2,
         )
     return found
@@ -46,25 +47,28 @@ def available() -> bool:
 @dataclass(frozen=True, slots=True)
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
-    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`)."""
+    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`); inner:
+    size and stride of a second batch dimension, inside of the one in `sizes`."""
 
     dtype: DType
     sizes: tuple[int, int, int]
     strides: tuple[int, int]
     rows: int
     boxes: int | None = None
+    inner: tuple[int, int] | None = None
     _maps: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def whole(self) -> bool:
-        """Whether lines are of whole boxes."""
-        return self.sizes[0] % BOX_WIDTH == 0
+        """Whether lines are of whole boxes, and may be cut into them."""
+        return self.sizes[0] % BOX_WIDTH == 0 and self.inner is None
 
     def dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(sizes, strides but for the first, sizes of a box) of the map's four dimensions."""
         (along, across, batch), (stride, batch_stride) = self.sizes, self.strides
         if self.boxes is None:
-            return (along, across, 1, batch), (stride, stride, batch_stride), (BOX_WIDTH, self.rows, 1, 1)
+            inner, inner_stride = self.inner or (1, stride)
+            return (along, across, inner, batch), (stride, inner_stride, batch_stride), (BOX_WIDTH, self.rows, 1, 1)
         return (
             (BOX_WIDTH, across, along // BOX_WIDTH, batch),
             (stride, BOX_WIDTH * self.dtype.itemsize, batch_stride),
@@ -110,24 +114,31 @@ class MapShape:
 
 
 def _shape(
-    matrix: Matrix, batch: int, mn: int, mn_stride: int, k: int, k_stride: int, k_major: bool
+    matrix: Matrix, batch: tuple[int, ...], mn: int, mn_stride: int, k: int, k_stride: int, k_major: bool
 ) -> MapShape | None:
     """The map of an operand whose lines are along k (k_major) or along m or n; None where TMA cannot describe it. The
     strides are known to be of whole 16 bytes."""
     size = matrix.dtype.itemsize
     along, across, stride = (k, mn, mn_stride) if k_major else (mn, k, k_stride)
-    batch_stride = matrix.batch_strides[0] if matrix.batch_strides else 0
     whole = -(-along * size // 16) * 16
     if across == 1:
         stride = whole // size  # never used
-    if stride * size < along * size or batch_stride < 0:
+    if stride * size < along * size or any(batch_stride < 0 for batch_stride in matrix.batch_strides):
         return None  # lines that overlap, run backwards or are all the same
-    if batch_stride == 0:
-        batch = 1  # broadcast: the kernel stays at coordinate 0
-    strides = (stride * size, batch_stride * size or whole)
-    if max(along, across, batch) > _SIZE_LIMIT or max(strides) >= _STRIDE_LIMIT:
+    # Where it is broadcast the kernel stays at coordinate 0.
+    outer, *rest = [
+        (count, batch_stride * size) if batch_stride else (1, whole)
+        for count, batch_stride in zip(batch, matrix.batch_strides, strict=True)
+    ] or [(1, whole)]
+    inner = rest[0] if rest else None
+    strides = (stride * size, outer[1])
+    sizes = (along, across, outer[0])
+    if (
+        max(*sizes, rest[0][0] if rest else 1) > _SIZE_LIMIT
+        or max(*strides, rest[0][1] if rest else 0) >= _STRIDE_LIMIT
+    ):
         return None
-    return MapShape(matrix.dtype, (along, across, batch), strides, 0)
+    return MapShape(matrix.dtype, sizes, strides, 0, inner=inner)
 
 
 # Of the problem in hand: the choice of a tile asks for every tile of the tables.
@@ -137,12 +148,11 @@ def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapSha
 
     k_major: whether a's and b's lines, which start at multiples of 16 bytes, are along k.
     """
-    if problem.k == 0 or len(problem.batch) > 1 or problem.a.dtype not in (F16, BF16):
+    if problem.k == 0 or len(problem.batch) > 2 or problem.a.dtype not in (F16, BF16):
         return None
     if max(problem.m, problem.n) > _SIZE_LIMIT:
         return None
-    batch = problem.batch[0] if problem.batch else 1
-    a, b = problem.a, problem.b
+    a, b, batch = problem.a, problem.b, problem.batch
     shapes = (
         _shape(a, batch, problem.m, a.row_stride, problem.k, a.col_stride, k_major[0]),
         _shape(b, batch, problem.n, b.col_stride, problem.k, b.row_stride, k_major[1]),
@@ -158,10 +168,9 @@ def output_map_shape(problem: GemmProblem) -> MapShape | None:
     lines = (problem.n, 0 if problem.m == 1 else out.row_stride, *out.batch_strides)
     if out.dtype not in (F16, BF16) or out.alignment < 16 or any(line % unit for line in lines):
         return None
-    if out.col_stride != 1 or len(problem.batch) > 1:
+    if out.col_stride != 1 or len(problem.batch) > 2:
         return None
-    batch = problem.batch[0] if problem.batch else 1
-    return _shape(out, batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
+    return _shape(out, problem.batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
 
 
 def out_pairs(problem: GemmProblem) -> bool:
@@ -174,5 +183,5 @@ def out_pairs(problem: GemmProblem) -> bool:
         and out.col_stride == 1
         and out.alignment >= 8
         and not any(line % 2 for line in lines)
-        and len(problem.batch) <= 1
+        and len(problem.batch) <= 2
     )

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "load.cuh"
+#include "schedule.cuh"
 #include "wgmma_instruction.cuh"
 
 constexpr int ATOM = 64;  // elements of a row of an atom
@@ -48,12 +49,12 @@ struct TmaTile {
   }
 
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
-  // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py), else they are copied
-  // one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
+  // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
+  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
   // map's boxes are so large.
   template <Copy COPY>
-  static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, int batch, uint32_t barrier,
-                                  bool whole, uint32_t rank = 0) {
+  static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
+                                  uint32_t barrier, bool whole, uint32_t rank = 0) {
     constexpr int PARTS = COPY == Copy::TO_BOTH ? 2 : 1;
     constexpr int PART_BOXES = BOXES == 1 ? 1 : BOXES / PARTS, PART_ROWS = BOXES == 1 ? BOX_ROWS / PARTS : BOX_ROWS;
     static_assert((BOXES == 1 || BOXES % PARTS == 0) && PART_ROWS % 8 == 0, "parts of whole atoms");
@@ -62,12 +63,13 @@ struct TmaTile {
     const int x = (MN_ROWS ? row : k) + first_box * ATOM, y = (MN_ROWS ? k : row) + first_row;
     tile += first_box * BOX_BYTES + first_row * ATOM_ROW_BYTES;
     if (whole) {
-      copy_tensor_box<COPY>(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch, barrier);
+      copy_tensor_box<COPY>(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch.outer, barrier);
       return;
     }
 #pragma unroll
     for (int box = 0; box < PART_BOXES; ++box) {
-      copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, 0, batch, barrier);
+      copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, batch.inner, batch.outer,
+                            barrier);
     }
   }
 };

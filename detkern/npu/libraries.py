@@ -6,11 +6,13 @@ devices. A library that takes host memory (the kernels compiled against emulatio
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import threading
 from pathlib import Path
 
-from .. import cache, requirements
+from .. import cache, requirements, sealed
 from ..abi import mirror
 from ..abi.library import Library
 from ..errors import BackendUnavailable
@@ -23,11 +25,27 @@ _lock = threading.Lock()
 
 
 def built_library(platform: Platform) -> Path:
-    """Where `detkern build` puts a platform's library unless it is told another place.
+    """Where `detkern build` puts a platform's library unless it is told another place: one name for each state of its sources.
 
     Raises BuildError where no folder can be written.
     """
-    return cache.folder(platform.name) / f"detkern-{platform.name}-abi{mirror.ABI_VERSION}.so"
+    return cache.folder(platform.name) / f"detkern-{platform.name}-{_sources(platform)[:32]}.so"
+
+
+@functools.cache
+def _sources(platform: Platform) -> str:
+    """SHA-256 of what a library is built of: the kernels, the ABI, and the module that has the compiler's options."""
+    here = Path(__file__)
+    files = [
+        *platform.source.parent.iterdir(),
+        *Path(mirror.__file__).parent.glob("*.h"),
+        here.with_name("toolchain.py"),
+    ]
+    digest = hashlib.sha256()
+    for path in sorted((path for path in files if path.is_file()), key=lambda path: path.name):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def find_library(platform: Platform, on_host: bool) -> Library:
@@ -51,7 +69,7 @@ def find_library(platform: Platform, on_host: bool) -> Library:
                 f"(looked for {path})"
             )
     try:
-        library = _load(path)
+        library = _load(path, f"build it again, as `detkern build {platform.name}` does", bool(named))
     except BackendUnavailable as error:
         raise BackendUnavailable(f"{platform.variable}={named}: {error}" if named else str(error)) from error
     maker = library.name.replace(",", " ").partition(" ")[0]
@@ -68,7 +86,8 @@ def find_library(platform: Platform, on_host: bool) -> Library:
     return library
 
 
-def _load(path: Path) -> Library:
+def _load(path: Path, remedy: str, foreign: bool) -> Library:
+    """foreign: somebody else may have built it, without a seal. remedy: what to do where a file is damaged."""
     try:
         status = path.stat()
     except OSError as error:
@@ -76,5 +95,7 @@ def _load(path: Path) -> Library:
     key = (path.resolve(), status.st_ino, status.st_mtime_ns)
     with _lock:
         if key not in _loaded:
+            if path.is_file() and (reason := sealed.damage(path, may_be_unsealed=foreign)):
+                raise BackendUnavailable(f"{reason}; {remedy}")
             _loaded[key] = Library(path.resolve())
         return _loaded[key]

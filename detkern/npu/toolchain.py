@@ -8,6 +8,7 @@ Nothing in a command may contract, reassociate or flush: the contracts' bits dep
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import shlex
 import shutil
@@ -17,12 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..abi.build import put
 from ..errors import ArgumentError, BuildError
 from . import ascend, musa
 from .libraries import built_library
 from .platform import Platform
 
 __all__ = ["ASCEND", "MUSA", "Compiler", "Toolchain", "build_library", "device_nodes", "find_compiler", "refusal"]
+
+_log = logging.getLogger("detkern")
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def refusal(toolchain: Toolchain, compiler: Compiler | None, devices: Sequence[s
         unset = [variable for variable in toolchain.homes if not os.environ.get(variable)]
         also = f" ({' and '.join(unset)} not set)" if unset else ""
         return (
-            f"no {toolchain.compiler}: looked in {', '.join(looked)}{also} and PATH={os.environ.get('PATH', '')}; install "
+            f"no {toolchain.compiler}: looked in {', '.join(looked)}{also} and the folders of PATH; install "
             f"the {platform.name} toolkit and set {toolchain.homes[0]} to its folder"
         )
     if not devices and os.environ.get(toolchain.force) != "1":
@@ -155,6 +159,7 @@ def build_library(toolchain: Toolchain, architectures: Sequence[str] = (), outpu
     if compiler is None or reason is not None:
         raise BuildError(f"{toolchain.platform.name}: {reason}")
     library = built_library(toolchain.platform) if output is None else output
+    _log.warning("detkern compiles %s with %s, which may take minutes", library, compiler.program)
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{library.stem}-", dir=library.parent) as folder:
@@ -162,7 +167,7 @@ def build_library(toolchain: Toolchain, architectures: Sequence[str] = (), outpu
             _run(_command(toolchain, compiler, architectures or toolchain.defaults, made))
             if not made.is_file():
                 raise BuildError(f"{compiler.program} said nothing and made no {made.name}")
-            os.replace(made, library)
+            put(made, library)
     except OSError as error:
         raise BuildError(f"{library} cannot be written: {error.strerror or error}") from error
     return library

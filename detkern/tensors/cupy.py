@@ -11,6 +11,7 @@ from ..errors import ArgumentError, DeviceError
 from .adapter import Adapter
 from .dlpack import Exported
 from .execution import Execution
+from .overlap import byte_range
 from .streams import cupy_runtime, cupy_stream, order
 from .types import refuse_type
 from .view import Device, TensorView, contiguous_strides, element_strides
@@ -18,6 +19,8 @@ from .view import Device, TensorView, contiguous_strides, element_strides
 __all__ = ["cupy_adapter", "cupy_memory", "current_stream", "exported", "external_execution"]
 
 _TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+# CuPy's own memory, whose sizes hold. That of imported arrays (UnownedMemory, DLPack) CuPy makes up from their shapes.
+_SIZED = ("PooledMemory", "Memory", "MemoryAsync", "ManagedMemory")
 
 
 def current_stream(cupy: Any, device: Device) -> int:
@@ -72,6 +75,7 @@ class _CuPy(Adapter):
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._kind = "rocm" if cupy.cuda.runtime.is_hip else "cuda"
+        self._sized = tuple(getattr(cupy.cuda.memory, name) for name in _SIZED if hasattr(cupy.cuda.memory, name))
         self._devices: dict[int, Device] = {}
         self._executions: dict[tuple[int, int], Execution] = {}
 
@@ -92,6 +96,7 @@ class _CuPy(Adapter):
         if device is None:
             device = self._devices[index] = Device(self._kind, index)
         shape = array.shape
+        self._refuse_short(array, argument)
         strides = element_strides(shape, array.strides, dtype.itemsize)
         if strides is None:
             reason = (
@@ -106,6 +111,25 @@ class _CuPy(Adapter):
             with self._cupy.cuda.Device(index):
                 array = self._cupy.ascontiguousarray(array)
         return TensorView(array.data.ptr, shape, strides, dtype, device, False, array)
+
+    def _refuse_short(self, array: Any, argument: str) -> None:
+        """ArgumentError for an array beyond its memory: freed by hand, or made by as_strided or from a short buffer."""
+        memory, pointer = array.data.mem, array.data.ptr
+        if type(memory) not in self._sized or array.size == 0:
+            return
+        low, high = byte_range(array.shape, array.strides, 1)
+        high += array.itemsize - 1
+        if not memory.ptr:
+            raise ArgumentError(
+                f"{argument} has had its memory freed: the memory holds 0 bytes and the array needs {high - low}; give an "
+                "array whose memory is there"
+            )
+        low, high = pointer + low - memory.ptr, pointer + high - memory.ptr
+        if low < 0 or high > memory.size:
+            raise ArgumentError(
+                f"{argument} {list(array.shape)} goes beyond its memory: the memory holds {memory.size} bytes and the array "
+                f"needs bytes {low} to {high} of it; give a view that stays inside"
+            )
 
     def execution(self, device: Device) -> Execution:
         stream = current_stream(self._cupy, device)

@@ -14,13 +14,13 @@ from math import gcd
 
 from .view import TensorView
 
-__all__ = ["WORK", "overlapping", "self_overlapping"]
+__all__ = ["WORK", "byte_range", "overlapping", "self_overlapping"]
 
 WORK = 20_000
 
 
 @lru_cache(4096)
-def _byte_range(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+def byte_range(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Offsets in bytes, from a view's pointer, of the first byte that it touches and of the one after the last."""
     low = high = 0
     for size, step in zip(shape, strides, strict=True):
@@ -88,8 +88,8 @@ def self_overlapping(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def overlapping(first: TensorView, second: TensorView) -> bool:
     """Whether some byte belongs to an element of each view. Views on different devices never overlap."""
-    low, high = _byte_range(first.shape, first.strides, first.dtype.itemsize)
-    other_low, other_high = _byte_range(second.shape, second.strides, second.dtype.itemsize)
+    low, high = byte_range(first.shape, first.strides, first.dtype.itemsize)
+    other_low, other_high = byte_range(second.shape, second.strides, second.dtype.itemsize)
     start, other_start = first.pointer + low, second.pointer + other_low
     if first.pointer + high <= other_start or second.pointer + other_high <= start:
         return False

@@ -15,6 +15,7 @@ from ..dtypes import DTYPES, E4M3, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .execution import Execution
+from .overlap import byte_range
 from .types import refuse_type
 from .view import Device, TensorView, contiguous_strides
 
@@ -48,18 +49,16 @@ class _Torch(Adapter):
     def view(
         self, array: Any, argument: str, stream: int | None = None, planned_copies: list[str] | None = None
     ) -> TensorView:
-        if array.is_neg() or array.is_conj():
-            self._checked(array, argument)
+        if array.is_neg():
+            lazy = self._strided(array, argument)
             if planned_copies is not None:
                 planned_copies.append(f"{argument}: its sign is flipped lazily (torch's negative bit)")
-                shape = tuple(array.shape)
-                dtype = self._types[array.dtype]
-                return TensorView(0, shape, contiguous_strides(shape), dtype, self._device(array, argument))
+                return TensorView(0, lazy.shape, contiguous_strides(lazy.shape), lazy.dtype, lazy.device)
             array = array.resolve_neg()
         return self._strided(array, argument)
 
     def out_view(self, array: Any, argument: str, stream: int | None = None) -> TensorView:
-        if array.is_neg() or array.is_conj():
+        if array.is_neg():
             raise ArgumentError(
                 f"{argument} has torch's lazy negative bit set and cannot be written; give {argument}.resolve_neg()"
             )
@@ -70,17 +69,18 @@ class _Torch(Adapter):
         if (
             dtype is None
             or type(array) not in self._plain
-            or array.layout is not self._strided_layout
             or (array.requires_grad and self._grad_enabled())
-            or array._is_zerotensor()
-            or self._forward_level() >= 0
+            or self._forward_ad._current_level >= 0
         ):
             dtype = self._checked(array, argument)
         device = self._devices.get(array.device) or self._device(array, argument)
         try:
             pointer = array.data_ptr()
             shape, strides = tuple(array.shape), array.stride()
+            # resize_ of a storage, by which FSDP frees parameters, leaves the tensors over it as they were.
+            held, offset = array.untyped_storage().nbytes(), array.storage_offset()
         except RuntimeError as error:
+            self._checked(array, argument)
             if array.is_nested:
                 raise DTypeError(
                     f"{argument} is a nested tensor, which has no one shape; give a dense one, as in "
@@ -90,9 +90,12 @@ class _Torch(Adapter):
                 f"{argument} has no memory of its own (a tensor inside torch.func, torch.compile or a tracer): {error}"
                 "; call detkern outside of the transform"
             ) from None
-        if pointer == 0 and 0 not in shape:
+        needs = byte_range(shape, strides, dtype.itemsize)[1] + offset * dtype.itemsize
+        if (held < needs or not pointer) and 0 not in shape:
+            self._checked(array, argument)
             raise ArgumentError(
-                f"{argument} has had its storage freed (resized to 0 bytes); restore it before the call"
+                f"{argument} has had its storage {'cut short' if held else 'freed'}: the storage holds {held} bytes and the "
+                f"tensor needs {needs}; give the storage its size back (FSDP: unshard the module) before the call"
             )
         return TensorView(pointer, shape, strides, dtype, device, False, array)
 
@@ -129,7 +132,7 @@ class _Torch(Adapter):
     def _forward_level(self) -> int:
         """The level of forward-mode differentiation that is entered, or -1; -1 too where this thread records no tangents,
         as below autograd, where nothing can be asked for one."""
-        level: int = getattr(self._forward_ad, "_current_level", 0)
+        level: int = self._forward_ad._current_level
         return level if level < 0 or self._torch._C._is_fwd_grad_enabled() else -1
 
     def _device(self, array: Any, argument: str) -> Device:

@@ -8,7 +8,9 @@ from __future__ import annotations
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"detkern.torch needs PyTorch, as in pip install 'detkern[torch]': {error}") from error
+    from ..requirements import install
+
+    raise ImportError(f"detkern.torch needs PyTorch: {install('torch')} ({error})") from error
 
 from .convert import ConversionReport, convert, revert
 from .functional import bmm, linear, matmul

@@ -55,6 +55,8 @@ def sum_to(x: Any, shape: Any) -> Any:
 
 def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
     """The bits, on plain tensors."""
+    if input is not None:
+        route.refuse_cut(input, "input")
     total = None if _rounds_to_zero(alpha) else acc if alpha == 1 else acc * alpha
     if input is not None and not _rounds_to_zero(beta):
         x = input.float()

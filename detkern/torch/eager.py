@@ -22,6 +22,7 @@ from ..operations.bias_gradient.checks import plan_column_sum
 from ..operations.gemm.checks import GEMM, LINEAR, Names, plan_product
 from ..plan import Planned
 from ..tensors import Device, TensorView, contiguous_strides
+from ..tensors.overlap import byte_range
 from ..tensors.torch import torch_adapter
 from ..tensors.types import OUTPUTS, dtype_argument
 from .route import TYPES
@@ -74,17 +75,22 @@ def _product(
 
 
 def _view(tensor: Any) -> TensorView | None:
-    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty."""
+    """A tensor's memory; None where that is empty, or is not all there, or not simply what PyTorch says it is."""
     try:
         pointer = tensor.data_ptr()
         dtype = TYPES.get(tensor.dtype)
         # A null pointer is a tensor whose storage was freed, or an empty one.
         if not pointer or dtype is None or tensor.is_neg():
             return None
+        shape, strides, itemsize = tensor.shape, tensor.stride(), dtype.itemsize
+        # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were.
+        needs = byte_range(shape, strides, itemsize)[1] + tensor.storage_offset() * itemsize
+        if tensor.untyped_storage().nbytes() < needs:
+            return None
         device = _places.get(tensor.device)
         if device is None:
             device = _places[tensor.device] = torch_adapter().view(tensor, "").device
-        return TensorView(pointer, tensor.shape, tensor.stride(), dtype, device, False, tensor)
+        return TensorView(pointer, shape, strides, dtype, device, False, tensor)
     except (RuntimeError, DetkernError):  # a layout without memory of its own, a device without a name here
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import functional, ops
+from . import functional, ops, route
 from .affine import affine
 
 __all__ = ["HANDLERS", "finish", "product"]
@@ -32,6 +32,7 @@ def finish(result: Any, out: Any) -> Any:
         raise RuntimeError(f"Expected out tensor to be on {result.device}, but got {out.device}")
     if out.shape != result.shape:
         out.resize_(result.shape)
+    route.refuse_cut(out, "out")
     with torch.no_grad():
         out.copy_(result)
     return out

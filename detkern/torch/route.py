@@ -20,6 +20,7 @@ from ..config import configured_contract
 from ..contracts import get_contract
 from ..dtypes import DTYPES, DType
 from ..tensors import Device
+from ..tensors.torch import torch_adapter
 
 __all__ = [
     "TYPES",
@@ -30,9 +31,16 @@ __all__ = [
     "place",
     "primals",
     "recorded",
+    "refuse_cut",
     "tangents",
     "transformed",
 ]
+
+# Bound once: they are asked in every call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 TYPES: dict[Any, DType] = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
@@ -46,9 +54,9 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
         or type(second) not in _PLAIN
         or (third is not None and type(third) not in _PLAIN)
         or has_torch_function_variadic(first, second)  # true in every torch-function mode
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        or _dispatch_modes()
+        or _transforms()
+        or _tracing_state() is not None
         or (forward_ad._current_level >= 0 and forward_mode())
         or first.is_meta
     )
@@ -90,15 +98,21 @@ def tangents(given: Iterable[Any], dtypes: Iterable[Any]) -> list[Any]:
 def transformed() -> bool:
     """Whether a transform of torch.func is at work, or forward-mode differentiation: both are served by
     autograd.Function, not by ops."""
-    active: bool = torch._C._are_functorch_transforms_active() or forward_mode()
+    active: bool = _transforms() or forward_mode()
     return active
 
 
 def recorded(first: Any, second: Any, third: Any = None) -> bool:
     """Whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and (
+    return _grad_enabled() and (
         first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
     )
+
+
+def refuse_cut(tensor: Any, argument: str) -> None:
+    """ArgumentError where the storage of a plain tensor was cut short, before PyTorch itself reads or writes beyond it."""
+    if not torch.compiler.is_compiling() and direct(tensor, tensor):
+        torch_adapter().view(tensor.detach(), argument)
 
 
 def place(tensor: Any) -> tuple[DType, Device] | None:
