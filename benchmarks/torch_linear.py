@@ -120,9 +120,9 @@ def part_rows(device: str) -> list[dict[str, Any]]:
 
     import detkern
     import detkern.torch as dt
-    from detkern.autograd.torch import Settings
     from detkern.tensors import TensorView
-    from detkern.torch import eager, route
+    from detkern.torch.functions import eager, route
+    from detkern.torch.functions.gradients import Settings
 
     x, weight, bias, dy = _tensors(device, False)
     leaves = _tensors(device, True)[:3]

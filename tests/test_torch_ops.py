@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detkern.torch as dt
-from detkern.torch import ops
+from detkern.torch.functions import ops
 
 
 @pytest.fixture(autouse=True)

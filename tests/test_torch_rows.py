@@ -14,7 +14,7 @@ from frameworks import same_bits
 import detkern.torch
 from detkern import rows
 from detkern.errors import ArgumentError, DTypeError, ShapeError
-from detkern.torch import rows as torch_rows
+from detkern.torch.functions import rows as torch_rows
 
 torch.manual_seed(0)
 REFERENCES = {

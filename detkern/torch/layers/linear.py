@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from ..contracts import get_contract
-from ..errors import ArgumentError
-from . import instance_forward, main_grads, ops, route
-from .functional import linear
+from ...contracts import get_contract
+from ...errors import ArgumentError
+from ..functions import main_grads, ops, route
+from ..functions.functional import linear
+from . import instance_forward
 
 __all__ = ["SETTINGS", "Contracted", "Linear", "zero_main_grads"]
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from .. import config
-from ..errors import ArgumentError, DTypeError
-from . import attention_blocks, functional, ops, route, rows
-from .attention_blocks import Formula
-from .broadcasting import expanded
+from ... import config
+from ...errors import ArgumentError, DTypeError
+from ..functions import attention_blocks, functional, ops, route, rows
+from ..functions.attention_blocks import Formula
+from ..functions.broadcasting import expanded
 
 __all__ = ["HANDLERS", "scaled_dot_product_attention"]
 

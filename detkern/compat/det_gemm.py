@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from . import api, registry
-from .contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
-from .dtypes import BF16, F32, DType
-from .errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
-from .plan import on_forget
-from .tensors import Device, adapter_for
+from .. import api, registry
+from ..contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
+from ..dtypes import BF16, F32, DType
+from ..errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
+from ..plan import on_forget
+from ..tensors import Device, adapter_for
 
 __all__ = ["DetGemm", "get_op", "list_ops"]
 
@@ -78,7 +78,7 @@ class DetGemm:
         """
         chosen = self._contract(a, "a", contract)
         if _is_tensor(a) and out is None:
-            from . import torch
+            from .. import torch
 
             return torch.linear(a, weight, contract=chosen, backend=self.backend)
         return api.linear(a, weight, out=out, contract=chosen, backend=self.backend)
@@ -123,7 +123,7 @@ class DetGemm:
         self, left: Any, right: Any, trans_left: bool, trans_right: bool, contract: str, out_dtype: str | None
     ) -> Any:
         if _is_tensor(left) and _is_tensor(right):
-            from . import torch
+            from .. import torch
 
             left = left.mT if trans_left else left
             right = right.mT if trans_right else right
@@ -171,7 +171,7 @@ def _is_tensor(array: Any) -> bool:
 def _seen(array: Any, argument: str) -> tuple[DType, Device]:
     """The type and the device of an operand."""
     if _is_tensor(array):
-        from .torch.route import place
+        from ..torch.functions.route import place
 
         found = place(array)
         if found is not None:

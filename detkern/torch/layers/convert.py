@@ -13,10 +13,10 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 from . import instance_forward, survey
 from .classes import twin
-from .layers import SETTINGS, Contracted, Linear
+from .linear import SETTINGS, Contracted, Linear
 
 __all__ = ["ConversionReport", "convert", "revert"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import ops, rows
+from ..functions import ops, rows
 from .products import product
 
 __all__ = ["einsum"]

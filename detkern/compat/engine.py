@@ -12,14 +12,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from . import registry
-from .backend import Execution
-from .contracts import CONTRACTS, FMA, default_contract
-from .dtypes import BF16, F16, F32, DType
-from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
-from .operations.gemm.checks import GEMM, plan_product
-from .tensors import Device, TensorView, adapter_for, contiguous_strides, describe
-from .tensors.overlap import overlapping
+from .. import registry
+from ..backend import Execution
+from ..contracts import CONTRACTS, FMA, default_contract
+from ..dtypes import BF16, F16, F32, DType
+from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
+from ..operations.gemm.checks import GEMM, plan_product
+from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe
+from ..tensors.overlap import overlapping
 
 __all__ = ["Engine"]
 

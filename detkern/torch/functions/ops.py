@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .. import api
-from ..dtypes import DTYPES
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ... import api
+from ...dtypes import DTYPES
+from ...errors import ArgumentError, DTypeError, ShapeError
 from . import batching, main_grads, route
 
 __all__ = ["OPS", "autocast", "guarded", "library", "torch_dtype"]
@@ -40,7 +40,7 @@ def torch_dtype(value: Any) -> Any:
     """The torch dtype that an `out_dtype` argument names; DTypeError where a result cannot have it."""
     if value is None or value in _OPERANDS:
         return value
-    from ..tensors import dtype_argument
+    from ...tensors import dtype_argument
 
     return _NAMES[dtype_argument(value).name]
 

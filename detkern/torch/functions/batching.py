@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 __all__ = ["each", "linear", "matmul", "refuse_main_grads"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .. import rows
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ... import rows
+from ...errors import ArgumentError, DTypeError, ShapeError
 from . import ops, route
 
 __all__ = ["OPS", "log_softmax", "mean", "mean_square", "softmax", "sum"]

@@ -9,11 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import registry
-from ..contracts import get_contract
-from ..dtypes import DTYPES
-from ..errors import ArgumentError, ContractUnsupported
-from ..operations.rows.operation import ROWS
+from ... import registry
+from ...contracts import get_contract
+from ...dtypes import DTYPES
+from ...errors import ArgumentError, ContractUnsupported
+from ...operations.rows.operation import ROWS
 from . import coverage
 from .decorating import decorated
 from .watch import Watch

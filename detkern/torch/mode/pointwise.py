@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import route
+from ..functions import route
 
 __all__ = ["HANDLERS"]
 

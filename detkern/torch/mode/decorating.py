@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 __all__ = ["decorated"]
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..autograd import torch as gradients
-from . import ops, route, rows
+from . import gradients, ops, route, rows
 
 __all__ = ["affine", "sum_to"]
 

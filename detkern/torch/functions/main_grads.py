@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import ArgumentError, DTypeError, ShapeError
+from ...errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["asked", "check", "destination", "main_grads_to_grad", "zero"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from . import functional, ops, route
-from .affine import affine
+from ..functions import functional, ops, route
+from ..functions.affine import affine
 
 __all__ = ["HANDLERS", "finish", "product"]
 

@@ -9,7 +9,7 @@ import torch
 
 from . import instance_forward
 from .classes import is_conv1d, origin, twin
-from .layers import SETTINGS, Contracted, Linear
+from .linear import SETTINGS, Contracted, Linear
 
 __all__ = ["is_linear", "read_not_called", "why_left"]
 

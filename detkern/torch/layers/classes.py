@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
-from .functional import gathering_linear, gathers, linear
-from .layers import Contracted, Linear
+from ...errors import ArgumentError
+from ..functions.functional import gathering_linear, gathers, linear
+from .linear import Contracted, Linear
 
 __all__ = ["contracted", "is_conv1d", "origin", "twin"]
 

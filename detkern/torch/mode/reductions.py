@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import rows
-from .broadcasting import expanded
+from ..functions import rows
+from ..functions.broadcasting import expanded
 from .products import finish
 
 __all__ = ["HANDLERS", "cross_entropy"]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import api, rows
-from ..contracts import get_contract
+from ... import api, rows
+from ...contracts import get_contract
 from . import eager
 from .affine import sum_to
 

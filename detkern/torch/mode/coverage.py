@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, pointwise, products, reductions
+from ..functions import broadcasting
+from . import attention, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]

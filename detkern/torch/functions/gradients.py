@@ -2,7 +2,7 @@
 
 A backward is made of differentiable products again, so it can be differentiated in turn. Each op has three forms:
 
-- `torch.ops.detkern.*` (detkern/torch/ops.py), for compilers, tracers, modes and subclasses; its backward is registered
+- `torch.ops.detkern.*` (ops.py), for compilers, tracers, modes and subclasses; its backward is registered
   here;
 - an autograd.Function in the old style, for plain tensors: the one that costs least;
 - an autograd.Function in the new style, which torch.func and forward-mode differentiation need.
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import api
-from ..errors import ArgumentError
-from ..operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
-from ..torch import batching, eager, main_grads, ops, route
+from ... import api
+from ...errors import ArgumentError
+from ...operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
+from . import batching, eager, main_grads, ops, route
 
 __all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
     """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that a backward
-    adds to, instead of returning the gradient; detkern/torch/main_grads.py."""
+    adds to, instead of returning the gradient; see main_grads.py."""
 
     contract: str | None
     out_dtype: Any

@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from . import coverage, products, route
+from ..functions import route
+from . import coverage, products
 
 __all__ = ["Watch"]
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .. import config
-from ..autograd import torch as gradients
-from ..errors import ArgumentError, DTypeError, ShapeError
-from . import eager, main_grads, ops, route
+from ... import config
+from ...errors import ArgumentError, DTypeError, ShapeError
+from . import eager, gradients, main_grads, ops, route
 
 __all__ = ["bmm", "gathering_linear", "gathers", "linear", "matmul"]
 

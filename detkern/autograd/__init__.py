@@ -1,1 +1,0 @@
-"""Gradients by the contract, bound to frameworks. The rules, free of any, are in detkern/operations."""
