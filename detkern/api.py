@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from . import registry
-from .call import Call
+from .call import Call, rehearse
 from .contracts import get_contract
 from .dtypes import DType
 from .errors import ArgumentError
 from .operations.bias_gradient.checks import plan_column_sum
 from .operations.block_scaled.checks import plan_block_scaled
 from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
+from .operations.table import operation_of
 from .plan import Planned
 from .tensors import dtype_argument
 
@@ -35,7 +36,7 @@ class Explanation:
     """What a call would run; `str()` of it is for people.
 
     backend:       the name of the backend.
-    contract:      the name of the contract, or "none" for backend="native".
+    contract:      the name of the contract, of another operation than a product its own name, or "none" for backend="native".
     kernel, tile, geometry: the kernel, the tile that it computes at once, and the grid and threads that it starts.
     scratch_bytes: scratch memory that it would take from the caller's allocator.
     copies:        one sentence for each operand that would be copied first.
@@ -229,36 +230,28 @@ def bias_gradient(
     )
 
 
-def explain(
-    a: Any,
-    b: Any,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    bias: Any = None,
-    out: Any = None,
-    out_dtype: Any = None,
-    accumulate: bool = False,
-    contract: str | None = None,
-    backend: str | None = None,
-) -> Explanation:
+def explain(a: Any, b: Any, *operands: Any, **settings: Any) -> Explanation:
     """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would
-    raise."""
-    copies: list[str] = []
-    call = Call(((a, "a"), (b, "b"), (bias, "bias")), out, planned_copies=copies)
-    plan, m, shape = _plan(GEMM, call, trans_a, trans_b, out_dtype, accumulate, contract, backend)
-    call.refuse_overlap()
-    problem = plan.problem if m == plan.problem.m else plan.problem.with_rows(m)
+    raise.
+
+    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that follow.
+    """
+    function = a if callable(a) and not hasattr(a, "__dlpack__") else None
+    given = (b, *operands) if function is not None else (a, b, *operands)
+    (plan, m, shape), copies = rehearse(function or gemm, *given, **settings)
+    problem = plan.problem.with_rows(m)
     kernel = plan.implementation.explain(problem)
+    variant, _ = operation_of(problem.operation).variant_of(problem)
+    named = settings.get("backend") is not None
     return Explanation(
         backend=plan.backend.name,
-        contract=problem.contract.name if plan.backend.deterministic else "none",
+        contract=variant if plan.backend.deterministic else "none",
         kernel=kernel.name,
         tile=kernel.tile,
         geometry="nothing is launched: the result is empty" if 0 in shape else kernel.geometry,
         scratch_bytes=kernel.scratch_bytes,
         copies=tuple(copies),
-        passed_over=tuple(registry.passed_over(problem, plan.backend.name, named=backend is not None)),
+        passed_over=tuple(registry.passed_over(problem, plan.backend.name, named=named)),
     )
 
 

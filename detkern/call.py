@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from .errors import ArgumentError, DeviceError
@@ -9,7 +11,38 @@ from .plan import Planned
 from .tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
 from .tensors.overlap import overlapping
 
-__all__ = ["Call"]
+__all__ = ["Call", "rehearse"]
+
+
+# How many rehearsals are at work in the process, so that a call that is none need not ask whether its own thread's is.
+_rehearsals: list[None] = []
+_copies: ContextVar[list[str] | None] = ContextVar("copies", default=None)
+
+
+class Rehearsed(Exception):
+    """A call that was rehearsed has its plan, and ends there."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__()
+        self.planned = planned
+
+
+def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> tuple[Planned, list[str]]:
+    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or written.
+
+    Raises what the call would.
+    """
+    copies: list[str] = []
+    token = _copies.set(copies)
+    _rehearsals.append(None)
+    try:
+        function(*operands, **settings)
+    except Rehearsed as rehearsed:
+        return rehearsed.planned, copies
+    finally:
+        _rehearsals.pop()
+        _copies.reset(token)
+    raise ArgumentError(f"{function!r} is no function of detkern's that computes on arrays")
 
 
 class Call:
@@ -41,6 +74,8 @@ class Call:
     ) -> None:
         """operands: array and name of each; only one called "bias" may be None.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
+        if _rehearsals and planned_copies is None:
+            planned_copies = _copies.get()
         array, argument = operands[leader]
         lead = adapter_for(array, argument)
         lead_view = lead.view(array, argument, None, planned_copies)
@@ -79,6 +114,9 @@ class Call:
     def complete(self, planned: Planned) -> Any:
         """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
         caller gets."""
+        if _rehearsals and _copies.get() is not None:
+            self.refuse_overlap()
+            raise Rehearsed(planned)
         plan, m, shape = planned
         execution, out = self.execution, self.out
         if out is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import ml_dtypes
@@ -449,3 +450,30 @@ def test_varying_sizes_drive_out_no_plan_that_is_in_use(monkeypatch: pytest.Monk
         detkern.gemm(normal((3, k)), normal((k, 2)))  # the batch of a weight's gradient is its K
     assert selected == [8, *range(9, 60)]
     assert len(checks.plans) <= 8
+
+
+def test_explain_of_every_operation_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from detkern import plan, registry
+    from detkern.operations.table import OPERATIONS
+
+    def launched(*_: object) -> None:
+        raise AssertionError("launched")
+
+    plan.forget_plans()
+    for operation in OPERATIONS:
+        monkeypatch.setattr(registry.load("cpu").implementations[operation.problem], "prepare", launched)
+        for variant, dtypes in operation.variants.items():
+            call = operation.call(variant)
+            sample = next(s for s in operation.samples(variant, dtypes[0], "normal", 1) if s.initial is None)
+            named = [(x, name) for x, name in zip(sample.operands, call.operands, strict=True) if x is not None]
+            settings = {**call.settings, **call.sized(sample.shape)}
+            function = getattr(importlib.import_module(call.module), call.name)
+            said = detkern.explain(function, *(x for x, _ in named), **settings)
+            assert (said.backend, said.contract) == ("cpu", variant)
+            assert variant in said.kernel
+            with pytest.raises(detkern.DTypeError, match=named[0][1]):
+                detkern.explain(function, *(x.astype(np.int64) for x, _ in named), **settings)
+    plan.forget_plans()
+    with pytest.raises(detkern.ArgumentError, match="is no function of detkern's"):
+        detkern.explain(len, np.ones(3))
+    assert detkern.gemm(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32), out=None, backend="native").sum() == 8

@@ -22,6 +22,7 @@ from detkern.cli.main import main
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import BF16, E4M3, E5M2, F32
 from detkern.operands import generate
+from detkern.operations.table import OPERATIONS
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -408,3 +409,53 @@ def test_e5m2_that_numpy_writes_and_cannot_read(folder: Path) -> None:
     loaded = load(parse_location("x.npy"))
     assert loaded.dtype == ml_dtypes.float8_e5m2
     assert np.array_equal(loaded.view(np.uint8), array.view(np.uint8))
+
+
+@pytest.mark.parametrize("variant", [v for o in OPERATIONS for v in o.variants if v not in CONTRACTS])
+def test_every_other_operation(variant: str, tmp_path: Path) -> None:
+    """By the names of its record: equal, one bit off, and with as many files as it takes."""
+    operation = next(o for o in OPERATIONS if variant in o.variants)
+    sample = max(operation.samples(variant, F32, "normal", 1), key=lambda s: len(s.shape) + (s.dtype == F32))
+    paths = []
+    for index, array in enumerate(sample.operands):
+        paths.append(str(tmp_path / f"{index}.npy"))
+        np.save(paths[-1], array)
+    result = operation.call(variant)(sample.operands, sample.shape, out_dtype="f32")
+    for flip in (0, 1):
+        if result.size:
+            result.view(np.uint32).flat[0] ^= flip
+        np.save(tmp_path / "c.npy", result)
+        run = CliRunner().invoke(main, ["replay", *paths, "--operation", variant, "--expect", str(tmp_path / "c.npy")])
+        assert run.exit_code == flip * bool(result.size), run.output
+        assert f"operation {variant}" in run.output
+    more = CliRunner().invoke(
+        main, ["replay", *paths[:1] * (3 - len(paths)), "--operation", variant, "--expect", paths[0]]
+    )
+    assert more.exit_code == 2
+    assert f"--operation {variant} takes" in more.output
+
+
+def test_an_operation_takes_no_option_of_products(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((3, 4), np.float32))
+    x = str(tmp_path / "x.npy")
+    for options, words in (
+        (["--operation", "softmax", "--trans-b"], "--trans-b: of products alone, not of softmax"),
+        (["--operation", "softmax", "--initial", x], "softmax does not accumulate"),
+        ([], "give --contract NAME for a product, or --operation NAME"),
+        (["--operation", "softmax", "--contract", "fma"], "give --contract NAME for a product, or --operation NAME"),
+        (["--contract", "fma"], "a product takes two files"),
+    ):
+        run = CliRunner().invoke(main, ["replay", x, "--expect", x, *options])
+        assert run.exit_code == 2, run.output
+        assert words in run.output
+    np.save(tmp_path / "start.npy", np.full(4, 2, np.float32))
+    np.save(tmp_path / "sum.npy", np.full(4, 5, np.float32))
+    given = [
+        "--operation",
+        "bias_gradient",
+        "--initial",
+        str(tmp_path / "start.npy"),
+        "--expect",
+        str(tmp_path / "sum.npy"),
+    ]
+    assert CliRunner().invoke(main, ["replay", x, *given]).exit_code == 0

@@ -27,6 +27,7 @@ from detkern.cpu.backend import CpuBackend
 from detkern.dtypes import BF16, E4M3, F16, F32, DType
 from detkern.operations.bias_gradient.problem import ColumnSumProblem
 from detkern.operations.gemm.problem import GemmProblem
+from detkern.operations.table import OPERATIONS
 from detkern.plan import forget_plans
 from detkern.tensors import Device
 
@@ -215,7 +216,15 @@ def test_a_broken_backend_fails_exactly_its_property(
 ) -> None:
     broken(spoil())
     result = run(
-        "--quick", "--backend", "broken", "--json-file", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")
+        "--quick",
+        "--backend",
+        "broken",
+        "--contract",
+        "fma",
+        "--json-file",
+        str(tmp_path / "r.json"),
+        "--html",
+        str(tmp_path / "r.html"),
     )
     record = json.loads((tmp_path / "r.json").read_text())
     assert {r["property"]: r["error"] or r["first"] for r in record["results"] if r["status"] == "FAILED"}.keys() == {
@@ -233,7 +242,7 @@ def test_a_broken_backend_fails_exactly_its_property(
 
 def test_a_sound_backend_passes_beside_them(broken: Callable[..., None]) -> None:
     broken(lambda *_: None)
-    result = run("--quick", "--backend", "broken")
+    result = run("--quick", "--backend", "broken", "--contract", "fma")
     assert result.exit_code == 0, result.output
 
 
@@ -245,7 +254,9 @@ def test_an_error_of_the_library_fails_the_property(broken: Callable[..., None])
             raise DeviceError("the device fell off")
 
     broken(raises)
-    result = run("--quick", "--backend", "broken", "--property", "bias", "--property", "batch size")
+    result = run(
+        "--quick", "--backend", "broken", "--contract", "fma", "--property", "bias", "--property", "batch size"
+    )
     assert result.exit_code == 1
     assert "DeviceError: the device fell off" in result.stdout
     assert "1 of 2 checks FAILED" in result.stdout
@@ -265,7 +276,17 @@ def _nan_sign(problem: Any, a: Any, b: Any, out: Any, bias: Any) -> None:
 
 def test_nans_of_another_sign_are_reported_apart(broken: Callable[..., None], tmp_path: Path) -> None:
     broken(_nan_sign)
-    result = run("--quick", "--backend", "broken", "--property", "replay", "--json-file", str(tmp_path / "r.json"))
+    result = run(
+        "--quick",
+        "--backend",
+        "broken",
+        "--contract",
+        "fma",
+        "--property",
+        "replay",
+        "--json-file",
+        str(tmp_path / "r.json"),
+    )
     assert result.exit_code == 1
     assert re.search(r"^fma bf16\s+NaN\s*$", result.stdout, re.MULTILINE), result.stdout
     assert "elements differ, all of them NaN on both sides with another sign or payload; the first" in result.stdout
@@ -283,7 +304,17 @@ def test_a_number_that_differs_is_shown_before_nans(broken: Callable[..., None],
             _flip(out)
 
     broken(both)
-    result = run("--quick", "--backend", "broken", "--property", "replay", "--json-file", str(tmp_path / "r.json"))
+    result = run(
+        "--quick",
+        "--backend",
+        "broken",
+        "--contract",
+        "fma",
+        "--property",
+        "replay",
+        "--json-file",
+        str(tmp_path / "r.json"),
+    )
     (entry,) = json.loads((tmp_path / "r.json").read_text())["results"]
     assert 0 < entry["nan_patterns"] < entry["mismatches"]
     assert f"elements differ, {entry['nan_patterns']:,} of them NaN on both sides" in result.stdout
@@ -453,3 +484,52 @@ def test_error_bounds_by_hand() -> None:
     assert error_bound(TREE, F16, 64) == pytest.approx(33 * 2.0**-24 + 2 * 2.0**-11, rel=1e-2)
     assert error_bound(FP8_BLOCK128, E4M3, 128) == pytest.approx(4 * 34 * 2.0**-13, rel=2e-2)
     assert all(error_bound(c, d, 2048) > error_bound(c, d, 128) > 0 for c in CONTRACTS.values() for d in c.operands)
+
+
+@pytest.mark.parametrize("name", ["softmax", "bias_gradient"])
+def test_an_operation_that_is_wrong_in_one_place_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it depends on how many others there are, which one it is, who they are, the layout, or is just wrong."""
+    cpu = registry.load("cpu")
+    operation = next(o for o in OPERATIONS if name in o.variants)
+    real = cpu.implementations[operation.problem].prepare
+
+    def verified(spoil: Callable[..., bool]) -> dict[str, str]:
+        def prepare(problem: Any, execution: Any) -> Run:
+            right = real(problem, execution)
+
+            def run(m: int, given: Any, out: Any, execution: Any) -> None:
+                right(m, given, out, execution)
+                if spoil(m, given, out):
+                    _flip(out.array, (min(1, len(out.array) - 1), *(0,) * (out.array.ndim - 1)))
+
+            return run
+
+        monkeypatch.setattr(cpu.implementations[operation.problem], "prepare", prepare)
+        forget_plans()
+        try:
+            result = CliRunner().invoke(main, ["verify", "--quick", "--operation", name, "--json"])
+        finally:
+            monkeypatch.undo()
+            forget_plans()
+        return {r["property"]: r["status"] for r in json.loads(result.stdout)["results"] if r["dtype"] == "float32"}
+
+    count = [0]
+
+    def every_third(*_: Any) -> bool:
+        count[0] += 1
+        return count[0] % 3 == 0
+
+    assert set(verified(lambda *_: False).values()) == {"passed", "not offered"}
+    assert verified(every_third)["repeatability"] == "FAILED"
+    assert verified(lambda m, given, out: out.shape[0] == 3)["batch size"] == "FAILED"
+    # The second of a result: one by one, and in another order, it is another element that is off.
+    large = verified(lambda m, given, out: given[0].array.size > 9)
+    assert {large[p] for p in ("row position", "chunking", "replay")} == {"FAILED"}
+    nan = verified(lambda m, given, out: np.isnan(given[0].array.astype(np.float32)).any() and out.array.shape[0] > 1)
+    assert nan["neighbours"] == "FAILED"
+    assert (
+        verified(lambda m, given, out: abs(out.strides[-1]) != 1 or any(abs(v.strides[-1]) != 1 for v in given))[
+            "layouts"
+        ]
+        == "FAILED"
+    )

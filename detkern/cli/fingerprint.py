@@ -13,15 +13,17 @@ from ..errors import ArgumentError
 from ..operands import VERSION, digest, generate
 from ..registry import backend_names
 from ..tensors import Device
+from .calls import CallSubject
 from .options import contracts_option, json_option
 from .options import device as parse_device
 from .output import print_json
-from .subject import Array, Subject, find, sample
+from .subject import Array, Subject, sample
+from .subjects import find_all
 
 __all__ = ["fingerprint", "fingerprint_of"]
 
 # What is digested. A change to any of it is another version, so that no two texts differ without saying why.
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
 KINDS = (
     "normal", "integers", "wide", "cancel", "sparse", "subnormal", "large", "signed-zero", "tiny", "special", "bits",
 )  # fmt: skip
@@ -41,7 +43,7 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
 @contracts_option()
 @json_option
 def fingerprint(device: Device | None, backend: str | None, contracts: tuple[str, ...], as_json: bool) -> None:
-    """Print a SHA-256 for each contract and type over results on fixed operands.
+    """Print a SHA-256 for each contract, or other operation, and type over results on fixed operands.
 
     Two machines, or a CPU and a GPU, that print the same line compute the same bits. The operands come from detkern's own
     versioned generator: normal, cancelling, subnormal, special, raw bit patterns and more, in odd shapes, plain and with
@@ -56,31 +58,38 @@ def fingerprint(device: Device | None, backend: str | None, contracts: tuple[str
     Exit codes: 0 printed, 2 nothing to print.
     """
     wanted = () if device is None and backend else (device or Device("cpu"),)
-    subjects = find((backend,) if backend else (), wanted, contracts)
+    subjects = find_all((backend,) if backend else (), wanted, contracts, ())
     subjects = [subject for subject in subjects if subject.device == subjects[0].device]
     if not all(subject.follows for subject in subjects):
         raise ArgumentError(f"--backend {backend} follows no contract, so it has no fingerprint")
     if not as_json:
         click.echo(
-            f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract, type, SHA-256 of the results"
+            f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract or operation, type, SHA-256 of the results"
         )
     digests = {}
     for subject in subjects:
-        if (subject.contract, subject.dtype) not in digests:
-            found = digests[subject.contract, subject.dtype] = fingerprint_of(subject)
+        if (subject.name, subject.dtype) not in digests:
+            found = digests[subject.name, subject.dtype] = fingerprint_of(subject)
             if not as_json:
-                click.echo(f"{subject.contract.name:<12} {subject.dtype.short:<4} {found}")
+                click.echo(f"{subject.name:<20} {subject.dtype.short:<4} {found}")
     if as_json:
-        results = [{"contract": c.name, "dtype": d.name, "sha256": found} for (c, d), found in digests.items()]
+        results = [{"contract": name, "dtype": d.name, "sha256": found} for (name, d), found in digests.items()]
         print_json({"fingerprint": FINGERPRINT_VERSION, "operands": VERSION, "results": results})
 
 
-def fingerprint_of(subject: Subject) -> str:
+def fingerprint_of(subject: Subject | CallSubject) -> str:
     """The SHA-256 over the digests of all results, in hexadecimal."""
     total = hashlib.sha256()
-    for result in _results(subject):
+    for result in _results(subject) if isinstance(subject, Subject) else _call_results(subject):
         total.update(bytes.fromhex(digest(result)))
     return total.hexdigest()
+
+
+def _call_results(subject: CallSubject) -> Iterator[Array]:
+    """Of an operation other than a product: its samples of every kind of operands."""
+    for kind in KINDS:
+        for one in subject.samples(kind, 0):
+            yield subject.result(one)
 
 
 def _results(subject: Subject) -> Iterator[Array]:

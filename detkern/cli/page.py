@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from .. import __version__
 from ..operands import VERSION
+from .calls import CallSubject
 from .pictures import svg
 from .properties import Effort, Property
 from .results import Result
@@ -24,7 +25,7 @@ def page(results: list[Result], properties: list[Property], effort: Effort, seco
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["svg"] = lambda picture: Markup(svg(picture))
-    grouped: dict[Subject, list[Result]] = {}
+    grouped: dict[Subject | CallSubject, list[Result]] = {}
     for result in results:
         grouped.setdefault(result.subject, []).append(result)
     return environment.get_template("report.html.j2").render(

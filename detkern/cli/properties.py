@@ -21,7 +21,7 @@ from .devices import array_module, bit_patterns, fetch, negative_strides
 from .results import Tally
 from .subject import Array, Operands, Subject, sample
 
-__all__ = ["FULL", "INVARIANCE", "QUICK", "Effort", "Property", "sampled"]
+__all__ = ["FULL", "INVARIANCE", "LAYOUTS", "QUICK", "Effort", "Property", "sampled", "threads"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def sampled(subject: Subject, effort: Effort) -> Iterator[tuple[str, Operands]]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads(count: int | None) -> Iterator[None]:
     before = config.num_threads
     config.num_threads = count
     try:
@@ -117,12 +117,12 @@ def repeatability(subject: Subject, effort: Effort, tally: Tally) -> None:
         placed = [subject.place(operands.a), subject.place(operands.b), *scales]
         first: Array | None = None
         for run in range(effort.repetitions):
-            threads = (config.num_threads, 1, 2, 3)[run % 4] if on_cpu else config.num_threads
-            with _threads(threads):
+            count = (config.num_threads, 1, 2, 3)[run % 4] if on_cpu else config.num_threads
+            with threads(count):
                 out = subject.place(_poison((operands.m, operands.n), subject.out_dtype))
                 result = fetch(subject.call(*placed, out=out)).copy()
             first = result if first is None else first
-            tally.check(f"{kind} {run + 1}" + (f", {threads or 'all'} thr" if on_cpu else ""), result, first)
+            tally.check(f"{kind} {run + 1}" + (f", {count or 'all'} thr" if on_cpu else ""), result, first)
 
 
 def batch_size(subject: Subject, effort: Effort, tally: Tally) -> None:

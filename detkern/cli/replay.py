@@ -1,4 +1,4 @@
-"""`detkern replay`: recompute a product from files on the CPU and compare it bit for bit with what a machine gave."""
+"""`detkern replay`: recompute a result from files on the CPU and compare it bit for bit with what a machine gave."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import detkern
 from ..api import block_scaled_gemm
 from ..contracts import CONTRACTS, FP8_BLOCK128
 from ..dtypes import BF16, F16, F32, DType, from_numpy
-from ..errors import ArgumentError, DTypeError
+from ..errors import ArgumentError, DetkernError, DTypeError
+from ..operations.operation import Operation
+from ..operations.table import OPERATIONS
 from .compare import Comparison, bits, compare
 from .files import Location, load
 from .options import NAMES, array_file, element_type, json_option
 from .output import print_json
+from .subjects import OPERATION
 
 __all__ = ["replay"]
 
@@ -67,16 +70,49 @@ class _Product:
         return np.asarray(block_scaled_gemm(a, self.scale_a, b, self.scale_b, **arguments))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """An operation other than a product, and its operands in the order of its public function."""
+
+    operation: Operation[Any]
+    variant: str
+    operands: tuple[Array, ...]
+    initial: Array | None
+    shape: tuple[int, ...]
+
+    def compute(self, variant: str, out_dtype: DType) -> Array:
+        """The result on the CPU. An initial array is not changed."""
+        call = self.operation.call(variant)
+        if len(self.operands) != len(call.operands):
+            raise ArgumentError(
+                f"--operation {variant} takes {' and '.join(call.operands)}, {len(call.operands)} files"
+            )
+        arguments: dict[str, Any] = {"out_dtype": out_dtype.name}
+        if self.initial is not None:
+            arguments = {"out": self.initial.copy(), "accumulate": True}
+        try:
+            return np.asarray(call(self.operands, self.shape, backend="cpu", **arguments))
+        except TypeError as error:
+            if self.initial is None or isinstance(error, DetkernError):
+                raise
+            raise ArgumentError(f"--initial: {variant} does not accumulate") from None
+
+
 @click.command()
 @click.argument("a", type=array_file)
-@click.argument("b", type=array_file)
+@click.argument("b", type=array_file, required=False)
+@click.option(
+    "--operation",
+    type=OPERATION,
+    metavar="NAME",
+    help=f"What C is of the files, where it is no product: {', '.join(OPERATION.choices)}.",
+)
 @click.option(
     "--contract",
     "names",
     type=click.Choice([*CONTRACTS, ANY]),
     metavar="NAME",
     multiple=True,
-    required=True,
     help=f"What C was computed with: {NAMES}; any tries all that take the type of A. May be repeated.",
 )
 @click.option("--expect", "c", type=array_file, required=True, metavar="C", help="The result to check.")
@@ -104,7 +140,8 @@ class _Product:
 @json_option
 def replay(
     a: Location,
-    b: Location,
+    b: Location | None,
+    operation: str | None,
     names: tuple[str, ...],
     c: Location,
     trans_a: bool,
@@ -117,7 +154,7 @@ def replay(
     dtype: DType | None,
     as_json: bool,
 ) -> None:
-    """Recompute A @ B on the CPU and compare it with C, bit for bit.
+    """Recompute A @ B, or another operation of A and B, on the CPU and compare it with C, bit for bit.
 
     The files are .npy, .npz and .safetensors; FILE:KEY names one array of several. Stacks of matrices broadcast as in
     numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether float32
@@ -130,26 +167,49 @@ def replay(
           --contract mma16 --expect run.npz:y
       detkern replay x.npy w.npy --contract any --expect y.npy
       detkern replay x.npy w.npy --dtype bf16 --contract tree --expect y.npy    (bf16 saved by NumPy as raw bytes)
+      detkern replay logits.npy --operation log_softmax --expect logprobs.npy
+      detkern replay dy.npy --operation bias_gradient --expect db.npy
 
     \b
     Exit codes: 0 equal, by at least one of several contracts, 1 different, 2 the comparison could not be made.
     """
-    left, right = load(a, dtype), load(b, dtype)
+    if (operation is None) == (not names):
+        raise ArgumentError("give --contract NAME for a product, or --operation NAME for another operation")
+    arrays = [load(a, dtype)] if b is None else [load(a, dtype), load(b, dtype)]
     expected = _expected(c, out_dtype, dtype)
     wanted = from_numpy(expected.dtype)
     if wanted not in (F32, F16, BF16):
         raise DTypeError(f"--expect {c}: holds {expected.dtype}; results are float32, float16 or bfloat16")
-    product = _Product(
-        a=left,
-        b=right,
-        trans_a=trans_a,
-        trans_b=trans_b,
-        bias=None if bias is None else load(bias, dtype),
-        initial=None if initial is None else _start(load(initial), initial, expected),
-        scale_a=None if scale_a is None else load(scale_a),
-        scale_b=None if scale_b is None else load(scale_b),
-    )
-    contracts = list(dict.fromkeys(one for name in names for one in (product.contracts() if name == ANY else [name])))
+    start = None if initial is None else _start(load(initial), initial, expected)
+    product: _Product | _Call
+    if operation is not None:
+        others = {
+            "--trans-a": trans_a,
+            "--trans-b": trans_b,
+            "--bias": bias,
+            "--scale-a": scale_a,
+            "--scale-b": scale_b,
+        }
+        if given := [name for name, value in others.items() if value]:
+            raise ArgumentError(f"{', '.join(given)}: of products alone, not of {operation}")
+        record = next(one for one in OPERATIONS if operation in one.variants)
+        product, contracts = _Call(record, operation, tuple(arrays), start, expected.shape), [operation]
+    else:
+        if len(arrays) != 2:
+            raise ArgumentError("a product takes two files, A and B")
+        product = _Product(
+            a=arrays[0],
+            b=arrays[1],
+            trans_a=trans_a,
+            trans_b=trans_b,
+            bias=None if bias is None else load(bias, dtype),
+            initial=start,
+            scale_a=None if scale_a is None else load(scale_a),
+            scale_b=None if scale_b is None else load(scale_b),
+        )
+        contracts = list(
+            dict.fromkeys(one for name in names for one in (product.contracts() if name == ANY else [name]))
+        )
     outcomes = {contract: compare(product.compute(contract, wanted), expected) for contract in contracts}
     equal = [contract for contract, outcome in outcomes.items() if not outcome.differing]
     groups = _groups(product, equal) if len(equal) > 1 else None
@@ -168,7 +228,7 @@ def replay(
             }
         )
     elif len(contracts) == 1:
-        _report(outcomes[contracts[0]], f"{what}, contract {contracts[0]}")
+        _report(outcomes[contracts[0]], f"{what}, {'contract' if operation is None else 'operation'} {contracts[0]}")
     else:
         for contract in contracts:
             click.echo(_line(outcomes[contract], f"{what}, contract {contract}"))
@@ -177,7 +237,7 @@ def replay(
     sys.exit(0 if equal else 1)
 
 
-def _groups(product: _Product, equal: list[str]) -> list[list[str]]:
+def _groups(product: _Product | _Call, equal: list[str]) -> list[list[str]]:
     """These contracts in groups of those whose float32 results of the same operands have the same bits."""
     found: dict[bytes, list[str]] = {}
     for contract in equal:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .calls import CallSubject
 from .compare import Mismatch, bits, compare
 from .subject import Array, Subject
 
@@ -68,7 +69,7 @@ class Trial:
 class Result:
     """The outcome of one property on one subject."""
 
-    subject: Subject
+    subject: Subject | CallSubject
     name: str
     trials: list[Trial]
     picture: Grid | Histogram
@@ -123,7 +124,7 @@ class Result:
 class Tally:
     """Collects the comparisons of one property."""
 
-    def __init__(self, subject: Subject, name: str, across: str, extent: int) -> None:
+    def __init__(self, subject: Subject | CallSubject, name: str, across: str, extent: int) -> None:
         """across, extent: what the cells of the picture stand for, and how many there are of them (rows of the result)."""
         self.result = Result(subject, name, [], Grid(across))
         self._band = max(1, -(-extent // BANDS))

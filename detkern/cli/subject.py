@@ -106,6 +106,16 @@ class Subject:
     follows: bool = True
 
     @property
+    def name(self) -> str:
+        """What it is called beside its type."""
+        return self.contract.name
+
+    @property
+    def summary(self) -> str:
+        """What it computes, in one line."""
+        return self.contract.summary
+
+    @property
     def scaled(self) -> bool:
         """Whether the operands carry scales (fp8)."""
         return self.contract == FP8_BLOCK128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -22,13 +22,17 @@ from ..errors import DetkernError
 from ..operands import VERSION
 from ..registry import backend_names
 from ..tensors import Device
+from .call_properties import CALL_CHECKS
+from .calls import CallSubject
+from .calls import names as names_of_calls
 from .options import contracts_option, device, json_option
 from .output import print_json, terminal, write
 from .page import page
 from .properties import FULL, QUICK, Effort, Property
 from .references import PROPERTIES
 from .results import Result, Tally
-from .subject import Subject, find
+from .subject import Subject
+from .subjects import OPERATION, find_all
 
 __all__ = ["check", "verify"]
 
@@ -42,6 +46,14 @@ _MARKS = {"passed": ("ok", "green"), "FAILED": ("FAIL", "bold red"), "not offere
 )
 @contracts_option()
 @click.option("--device", "wanted", multiple=True, type=device, metavar="DEVICE", help="Only this one: cpu, cuda:0 …")
+@click.option(
+    "--operation",
+    "operations",
+    multiple=True,
+    type=OPERATION,
+    metavar="NAME",
+    help=f"Only this one: {', '.join(names_of_calls())}.",
+)
 @click.option(
     "--property",
     "names",
@@ -64,6 +76,7 @@ def verify(
     quick: bool,
     backends: tuple[str, ...],
     contracts: tuple[str, ...],
+    operations: tuple[str, ...],
     wanted: tuple[Device, ...],
     names: tuple[str, ...],
     as_json: bool,
@@ -72,7 +85,7 @@ def verify(
 ) -> None:
     """Check that what detkern promises holds on this machine.
 
-    Each backend, contract and type that is available here must give the same bits whatever the batch, the row's place, its
+    Each backend, contract, other operation and type that is available here must give the same bits whatever the batch, the row's place, its
     neighbours, chunking, padding and layout, on every run, and the bits of the CPU replay. Filters may be repeated.
     `--backend native` examines the framework's own matmul, which promises none of this.
 
@@ -86,7 +99,7 @@ def verify(
     Exit codes: 0 every check passed, 1 at least one failed, 2 nothing could be checked.
     """
     effort = QUICK if quick else FULL
-    subjects = find(backends, wanted, contracts)
+    subjects = find_all(backends, wanted, contracts, operations)
     properties = [p for p in PROPERTIES if not names or p.name in names]
     started = time.perf_counter()
     results = _run(subjects, properties, effort)
@@ -104,21 +117,27 @@ def verify(
     sys.exit(1 if failed else 0)
 
 
-def check(subject: Subject, item: Property, effort: Effort) -> Result:
+def check(subject: Subject | CallSubject, item: Property, effort: Effort) -> Result:
     """One property of one subject. An error that the library raises meanwhile is a failure, with its message."""
     effort = effort.on(subject.device)
     tally = Tally(subject, item.name, item.across, effort.m)
     started = time.perf_counter()
     try:
         with np.errstate(all="ignore"):  # specials are meant
-            item.check(subject, effort, tally)
+            if isinstance(subject, Subject):
+                item.check(subject, effort, tally)
+            elif item.name in CALL_CHECKS:
+                CALL_CHECKS[item.name](subject, effort, tally)
+            else:
+                tally.result.offered = False
+                tally.note(f"{item.name} is looked at in products alone")
     except DetkernError as error:
         tally.result.error = f"{type(error).__name__}: {error}"
     tally.result.seconds = time.perf_counter() - started
     return tally.result
 
 
-def _run(subjects: list[Subject], properties: list[Property], effort: Effort) -> list[Result]:
+def _run(subjects: Sequence[Subject | CallSubject], properties: list[Property], effort: Effort) -> list[Result]:
     """All checks, with a progress bar on standard error where that is a terminal."""
     results = []
     console = Console(stderr=True)
@@ -151,7 +170,7 @@ def _fitting(properties: list[Property], widths: dict[str, int], width: int) -> 
 
 
 def _print(console: Console, results: list[Result], properties: list[Property], seconds: float, effort: Effort) -> None:
-    by_place: dict[str, dict[Subject, dict[str, Result]]] = {}
+    by_place: dict[str, dict[Subject | CallSubject, dict[str, Result]]] = {}
     for result in results:
         place = result.subject.place_name
         if not result.subject.follows:
@@ -159,7 +178,7 @@ def _print(console: Console, results: list[Result], properties: list[Property], 
         by_place.setdefault(place, {}).setdefault(result.subject, {})[result.name] = result
     for place, rows in by_place.items():
         console.print(Text(place, "bold"))
-        names = {subject: f"{subject.contract} {subject.dtype.short}" for subject in rows}
+        names = {subject: f"{subject.name} {subject.dtype.short}" for subject in rows}
         longest = max(map(len, names.values()))
         marks = {
             item.name: {subject: _mark(found[item.name]) for subject, found in rows.items()} for item in properties
@@ -197,7 +216,7 @@ def _record(results: list[Result], effort: Effort, seconds: float) -> dict[str, 
             {
                 "backend": result.subject.backend,
                 "device": str(result.subject.device),
-                "contract": result.subject.contract.name,
+                "contract": result.subject.name,
                 "dtype": result.subject.dtype.name,
                 "property": result.name,
                 "status": result.status,

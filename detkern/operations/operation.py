@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ..dtypes import DType
 from ..tensors.view import Device, TensorView
 from .memory import host_view
 
-__all__ = ["Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
+__all__ = ["Derivative", "Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
 
 Array = npt.NDArray[Any]
 # What a problem reads, in the order that its class states; None where an optional operand is left out.
@@ -89,13 +90,38 @@ class Descriptor(Generic[P]):
 
 @dataclass(frozen=True)
 class PublicCall:
-    """The function that users call for a variant: its module and name, its operands' names in the problem's order, and what
-    is given with them always."""
+    """The function that users call for a variant.
+
+    module, name: where it is. operands: their names, in the problem's order.
+    settings:     what is given with them always.
+    sized:        shape of the result -> what is given with them to get that shape.
+    """
 
     module: str
     name: str
     operands: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    sized: Callable[[tuple[int, ...]], Mapping[str, Any]] = lambda shape: {}
+
+    def __call__(self, arrays: Sequence[Any], shape: tuple[int, ...], **arguments: Any) -> Any:
+        """Call it on arrays of any framework, None for an operand that is left out. shape: of the result."""
+        function = getattr(importlib.import_module(self.module), self.name)
+        given = {name: array for name, array in zip(self.operands, arrays, strict=True) if array is not None}
+        return function(**given, **self.settings, **self.sized(shape), **arguments)
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """The gradient of an operand: a variant, and what that is called with.
+
+    of:       the operand.
+    variant:  of any operation that `gradients` lists.
+    operands: "incoming" (the gradient of the result), operands of the forward by their names, or "out", its result.
+    """
+
+    of: str
+    variant: str
+    operands: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +132,6 @@ class Sample:
     operands: as the public call takes them, in the problem's order.
     shape, dtype: of the result.
     initial:  float32, what is accumulated into; None where nothing is.
-    settings: what the public call needs beside its operands.
     about:    for people.
     """
 
@@ -115,7 +140,6 @@ class Sample:
     shape: tuple[int, ...]
     dtype: DType
     initial: Array | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
     def result(self) -> Array:
@@ -142,7 +166,10 @@ class Operation(Generic[P]):
     independent: (variant) -> the axis of each operand along which results are independent, None where there is none. That
                 of the result is the first.
     call:       variant -> the public call. It stands above dispatch, so the record only names it.
-    gradients:  variant -> the gradient rule for adapters of frameworks, or None where it has none of its own there.
+    gradients:  of each variant that adapters of frameworks offer to their users, which calls give the gradients of its
+                operands; no Derivative for an operand, or none at all: it has no gradient. Adapters that have a module of
+                their own for an operation find its rules in its home.
+    shape_of:   (variant, shapes of the operands) -> that of the result, sizes symbolic or not; needed with `gradients`.
     descriptor: how it crosses the C ABI, or None where the library has no kernel of it.
     """
 
@@ -159,7 +186,8 @@ class Operation(Generic[P]):
     independent: Callable[[str], tuple[int | None, ...]]
     call: Callable[[str], PublicCall]
     descriptor: Descriptor[P] | None = None
-    gradients: Callable[[str], Any] = lambda variant: None
+    gradients: Mapping[str, tuple[Derivative, ...]] = field(default_factory=dict)
+    shape_of: Callable[[str, Sequence[Sequence[Any]]], Sequence[Any]] | None = None
 
     def problem_of(self, sample: Sample, operands: Operands, out: TensorView) -> P:
         """The problem of a sample whose arrays lie at these views."""

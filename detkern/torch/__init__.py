@@ -5,6 +5,8 @@ Importing it needs PyTorch (2.6 or newer); `import detkern` alone does not. docs
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
@@ -14,6 +16,7 @@ except ImportError as error:
 
 from .functions.functional import bmm, linear, matmul
 from .functions.main_grads import main_grads_to_grad
+from .functions.recorded import FUNCTIONS as _FUNCTIONS
 from .functions.rows import log_softmax, mean, mean_square, softmax, sum
 from .layers.convert import ConversionReport, convert, revert
 from .layers.linear import Linear, zero_main_grads
@@ -23,3 +26,11 @@ __all__ = [
     "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "main_grads_to_grad",
     "matmul", "mean", "mean_square", "revert", "softmax", "sum", "zero_main_grads",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The operations that have no module of their own here."""
+    try:
+        return _FUNCTIONS[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array, vector_array
 from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
-from .gradient import linear_gradient, matmul_gradient
 from .problem import GemmProblem, gemm_problem
 from .replay import gemm
 
@@ -113,10 +111,6 @@ def _tile(problem: GemmProblem, tiles: Sequence[str]) -> str:
     return next(tile.partition("=")[2] for tile in tiles if tile.startswith(unit))
 
 
-def _gradients(variant: str) -> Any:
-    return {"linear": linear_gradient, "matmul": matmul_gradient}
-
-
 GEMM: Operation[GemmProblem] = Operation(
     name="gemm",
     problem=GemmProblem,
@@ -133,5 +127,4 @@ GEMM: Operation[GemmProblem] = Operation(
     descriptor=Descriptor(
         mirror.GemmDescriptor, ("a", "b", "out", "bias"), _addresses, gemm_descriptors, Library.gemm, _tile
     ),
-    gradients=_gradients,
 )

@@ -90,9 +90,8 @@ def _sample(
     arrays: tuple[Any, ...] = (a,)
     if kind.operands == 2:
         arrays = (a, generator.generate("normal" if name == "logits" else name, dtype, shape, seed + 100))
-    settings = {"width": shape[1]} if kind.spreads and kind.operands == 1 else {}
     return Sample(
-        variant, arrays, shape[:1] if kind.reduces else shape, out_dtype, settings=settings,
+        variant, arrays, shape[:1] if kind.reduces else shape, out_dtype,
         about=about or f"{name} operands, n={shape[1]}",
     )  # fmt: skip
 
@@ -109,6 +108,14 @@ def _samples(variant: str, dtype: DType, kind: str, seed: int) -> Iterator[Sampl
         for out_dtype in (F32, F16, BF16):
             about = f"{shape[0]} x {shape[1]} > {out_dtype.short}"
             yield _sample(variant, kind, dtype, shape, seed, out_dtype, about)
+
+
+def _call(variant: str) -> PublicCall:
+    kind = KINDS[variant]
+    names = operand_names(kind)
+    if kind.spreads and kind.operands == 1:
+        return PublicCall("detkern.rows", variant, names, sized=lambda shape: {"width": shape[-1]})
+    return PublicCall("detkern.rows", variant, names)
 
 
 def _addresses(operands: Operands, out: TensorView) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ ROWS: Operation[RowProblem] = Operation(
     cases=_cases,
     samples=_samples,
     independent=lambda variant: (0,) * KINDS[variant].operands,
-    call=lambda variant: PublicCall("detkern.rows", variant, operand_names(KINDS[variant])),
+    call=_call,
     descriptor=Descriptor(
         mirror.RowDescriptor,
         ("a", "b", "out"),
