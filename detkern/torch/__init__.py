@@ -14,6 +14,7 @@ except ImportError as error:
 
     raise ImportError(f"detkern.torch needs PyTorch: {install('torch')} ({error})") from error
 
+from .functions import table as _table  # noqa: F401  (registers the ops)
 from .functions.functional import bmm, linear, matmul
 from .functions.main_grads import main_grads_to_grad
 from .functions.recorded import FUNCTIONS as _FUNCTIONS

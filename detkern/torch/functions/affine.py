@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from . import gradients, ops, route, rows
+from . import route
+from .broadcasting import sum_to
+from .registration import Op, call
 
-__all__ = ["affine", "sum_to"]
+__all__ = ["OPS", "affine"]
 
 
 def affine(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
@@ -29,27 +31,7 @@ def affine(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> A
     """
     if input is None and alpha == 1:
         return acc.to(out_dtype)
-    if not torch.compiler.is_compiling() and (
-        route.transformed() or (route.direct(acc, acc, input) and route.recorded(acc, acc, input))
-    ):
-        return _Affine.apply(acc, input, alpha, beta, out_dtype)
-    return torch.ops.detkern.affine.default(acc, input, alpha, beta, out_dtype)
-
-
-def sum_to(x: Any, shape: Any) -> Any:
-    """x summed, in float32, to a shape that broadcasts to its own.
-
-    To [N] by the chain of the bias gradient, which accumulates; else what was broadcast is one row of `rows.sum`.
-    """
-    lead = x.dim() - len(shape)
-    summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
-    if not summed:
-        return x
-    if len(shape) == 1 and summed == list(range(lead)):
-        return gradients.bias_gradient(x, torch.float32, None)
-    kept = [i for i in range(x.dim()) if i not in summed]
-    moved = x.permute(*kept, *summed).flatten(len(kept))
-    return rows.sum(moved, out_dtype=torch.float32).reshape(shape)
+    return call(AFFINE, (acc, input, alpha, beta, out_dtype), acc, acc, input)
 
 
 def _evaluate(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
@@ -106,72 +88,38 @@ def _gradients(ctx: Any, dc: Any) -> tuple[Any, Any]:
     return dacc, dinput
 
 
-def _save(ctx: Any, acc: Any, input: Any, alpha: float, beta: float) -> None:
-    ctx.alpha, ctx.beta = alpha, beta
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, input, ctx.alpha, ctx.beta, ctx.out_dtype = inputs
     ctx.shape, ctx.dtype = (None, None) if input is None else (input.shape, input.dtype)
+    ctx.full = output.shape
 
 
-class _Affine(torch.autograd.Function):  # type: ignore[misc]
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
-        return _evaluate(acc.detach(), None if input is None else input.detach(), alpha, beta, out_dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, *inputs[:4])
-        ctx.out_dtype = output.dtype
-        ctx.full = output.shape
-
-    @staticmethod
-    def backward(ctx: Any, dc: Any) -> Any:
-        return *_gradients(ctx, dc), None, None, None
-
-    @staticmethod
-    @route.forward_rule
-    def jvp(ctx: Any, dacc: Any, dinput: Any, *_: Any) -> Any:
-        dacc, dinput = route.tangents((dacc, dinput), (torch.float32, ctx.dtype))
-        zero = torch.zeros(ctx.full, device=(dacc if dacc is not None else dinput).device)
-        return affine(dacc if dacc is not None else zero, dinput, ctx.alpha, ctx.beta, ctx.out_dtype)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
-        return _batched(info.batch_size, in_dims[:2], acc, input, alpha, beta, out_dtype)
+def _jvp(ctx: Any, dacc: Any, dinput: Any, *_: Any) -> Any:
+    dacc, dinput = route.tangents((dacc, dinput), (torch.float32, ctx.dtype))
+    zero = torch.zeros(ctx.full, device=(dacc if dacc is not None else dinput).device)
+    return affine(dacc if dacc is not None else zero, dinput, ctx.alpha, ctx.beta, ctx.out_dtype)
 
 
-def _batched(size: int, dims: Any, acc: Any, input: Any, *settings: Any) -> tuple[Any, int]:
+def _batched(call: Any, size: int, dims: Any, acc: Any, input: Any, *settings: Any) -> tuple[Any, int]:
     acc = acc.expand(size, *acc.shape) if dims[0] is None else acc.movedim(dims[0], 0)
     if input is not None and dims[1] is not None:
         input = input.movedim(dims[1], 0)
         input = input.reshape(size, *(1,) * (acc.dim() - input.dim()), *input.shape[1:])
-    return affine(acc, input, *settings), 0
-
-
-def _kernel(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
-    with torch.no_grad():
-        return _evaluate(acc, input, alpha, beta, out_dtype)
+    return call(acc, input, *settings), 0
 
 
 def _fake(acc: Any, input: Any, alpha: float, beta: float, out_dtype: Any) -> Any:
     return acc.new_empty(acc.shape, dtype=out_dtype)
 
 
-def _backward(ctx: Any, dc: Any) -> Any:
-    return *_gradients(ctx, dc), None, None, None
-
-
-def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    return _batched(info.batch_size, in_dims[:2], *arguments)
-
-
-ops.library.define(
-    "affine(Tensor acc, Tensor? input, float alpha, float beta, ScalarType out_dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+AFFINE = Op(
+    "affine",
+    "(Tensor acc, Tensor? input, float alpha, float beta, ScalarType out_dtype) -> Tensor",
+    _evaluate,
+    _fake,
+    setup=_setup,
+    backward=_gradients,
+    jvp=_jvp,
+    vmap=_batched,
 )
-ops.library.impl("affine", ops.guarded(_kernel), "CompositeExplicitAutograd")
-torch.library.register_fake("detkern::affine", ops.guarded(_fake), lib=ops.library)
-torch.library.register_autograd(
-    "detkern::affine", _backward, setup_context=lambda ctx, inputs, output: _save(ctx, *inputs[:4]), lib=ops.library
-)
-torch.library.register_vmap("detkern::affine", _vmap, lib=ops.library)
+OPS = (AFFINE,)

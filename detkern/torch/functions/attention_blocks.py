@@ -18,7 +18,7 @@ import torch
 from ... import api, rows
 from ...contracts import get_contract
 from . import eager
-from .affine import sum_to
+from .broadcasting import sum_to
 
 __all__ = ["MASKED", "PIECES", "SCORES", "Formula", "backward", "forward"]
 

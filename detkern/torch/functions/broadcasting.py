@@ -1,34 +1,23 @@
-"""The gradient of an operand that elementwise arithmetic broadcasts, under batch_invariant_mode.
+"""Broadcasting as a step of its own, whose gradient is summed by detkern.
 
-PyTorch sums it in its backward, below Python, by a reduction whose order depends on the number of rows: that of the row's
-factor in an RMSNorm, of a norm's weight, of keys repeated for grouped queries. The mode makes the broadcast a step of its
-own, with the same values, whose backward sums by `affine.sum_to`. Where nothing is recorded nothing changes.
+PyTorch sums the gradient of an operand that arithmetic broadcasts below Python, by a reduction whose order depends on the number of
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import route
-from .affine import sum_to
+from . import gradients, route, rows
 
-__all__ = ["NAMES", "expanded", "handler_of"]
-
-# With these names alone, and with an underscore for in place.
-_BINARY = (
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "maximum", "minimum", "where", "pow",
-    "rsub", "addcmul", "addcdiv", "lerp",
-)  # fmt: skip
-_IN_PLACE = ("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_")
-_EXPANDING = ("expand", "expand_as", "broadcast_to")
-_OPERATORS = ("__rsub__", "__rdiv__", "__rtruediv__", "__rpow__", "__pow__")
-NAMES = (*_BINARY, *_IN_PLACE, *_EXPANDING, *_OPERATORS)
+__all__ = ["Expand", "expanded", "sum_to", "watched"]
 
 
-class _Expand(torch.autograd.Function):  # type: ignore[misc]
+class Expand(torch.autograd.Function):  # type: ignore[misc]
+    """x.expand(shape)."""
+
     @staticmethod
     def forward(ctx: Any, x: Any, shape: Any) -> Any:
         ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -41,51 +30,28 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
 
 def expanded(x: Any, shape: Any) -> Any:
     """x.expand(shape), whose gradient is summed by detkern where that is not the compiler's to do."""
-    return (
-        _Expand.apply(x, shape) if torch.is_grad_enabled() and x.requires_grad and not _watched() else x.expand(shape)
-    )
+    if x.shape == shape:
+        return x
+    summed = torch.is_grad_enabled() and x.requires_grad and not watched()
+    return Expand.apply(x, shape) if summed else x.expand(shape)
 
 
-def _needs(mode: Any, x: Any) -> bool:
-    return bool(
-        isinstance(x, torch.Tensor)
-        and x.requires_grad
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.device.type in mode.row_devices
-        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    )
-
-
-def _watched() -> bool:
+def watched() -> bool:
+    """Whether a compiler or a transform is at work."""
     return torch.compiler.is_compiling() or route.transformed()
 
 
-def handler_of(func: Any, name: str) -> Callable[..., Any]:
-    """The handler of one function, method or operator of PyTorch's, whose name is `name`."""
+def sum_to(x: Any, shape: Any) -> Any:
+    """x summed, in float32, to a shape that broadcasts to its own.
 
-    def expand(mode: Any, x: Any, *sizes: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled() or not _needs(mode, x) or named or _watched() or not sizes:
-            return NotImplemented
-        target = func(x.detach(), *sizes).shape
-        return _Expand.apply(x, target) if target != x.shape else NotImplemented
-
-    def arithmetic(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return NotImplemented
-        if not any(_needs(mode, x) for x in args) or kwargs.get("out") is not None or _watched():
-            return NotImplemented
-        shapes = [x.shape for x in args if isinstance(x, torch.Tensor)]
-        if all(shape == shapes[0] for shape in shapes):
-            return NotImplemented
-        try:
-            target = torch.broadcast_shapes(*shapes)
-        except RuntimeError:
-            return NotImplemented
-        kept = 1 if name in _IN_PLACE else 0  # what is changed in place keeps its shape
-        operands = [
-            _Expand.apply(x, target) if i >= kept and _needs(mode, x) and x.shape != target else x
-            for i, x in enumerate(args)
-        ]
-        return func(*operands, **kwargs)
-
-    return expand if name in _EXPANDING else arithmetic
+    To [N] by the chain of the bias gradient, which accumulates; else what was broadcast is one row of `rows.sum`.
+    """
+    lead = x.dim() - len(shape)
+    summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
+    if not summed:
+        return x
+    if len(shape) == 1 and summed == list(range(lead)):
+        return gradients.bias_gradient(x, torch.float32, None)
+    kept = [i for i in range(x.dim()) if i not in summed]
+    moved = x.permute(*kept, *summed).flatten(len(kept))
+    return rows.sum(moved, out_dtype=torch.float32).reshape(shape)

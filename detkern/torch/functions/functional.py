@@ -9,7 +9,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ... import config
 from ...errors import ArgumentError, DTypeError, ShapeError
-from . import eager, gradients, main_grads, ops, route
+from . import eager, gradients, main_grads, route
+from .casting import autocast, torch_dtype
 
 __all__ = ["bmm", "gathering_linear", "gathers", "linear", "matmul"]
 
@@ -42,7 +43,7 @@ def matmul(
     if not isinstance(a, torch.Tensor) and has_torch_function((a, b)):
         return handle_torch_function(matmul, (a, b), a, b, out_dtype=out_dtype, contract=contract, backend=backend)
     if out_dtype is not None:
-        out_dtype = ops.torch_dtype(out_dtype)
+        out_dtype = torch_dtype(out_dtype)
     if backend is not None:
         _need_backend(backend)
     if torch.compiler.is_compiling():
@@ -51,7 +52,7 @@ def matmul(
         )
     _need_tensors((a, "a"), (b, "b"))
     if torch._C._is_any_autocast_enabled():
-        a, b = ops.autocast(a, b)
+        a, b = autocast(a, b)
     return gradients.matmul(a, b, gradients.Settings(route.freeze(contract, a.dtype, a.device), out_dtype, backend))
 
 
@@ -119,7 +120,7 @@ def linear(
             out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend,
         )  # fmt: skip
     if out_dtype is not None:
-        out_dtype = ops.torch_dtype(out_dtype)
+        out_dtype = torch_dtype(out_dtype)
     if backend is not None:
         _need_backend(backend)
     main_grad = bias_main_grad = None
@@ -145,7 +146,7 @@ def gathering_linear(
         frozen = route.freeze(contract, x.dtype, x.device, config._stated)
         return torch.ops.detkern.linear.default(x, weight, bias, main_grad, bias_main_grad, frozen, out_dtype, backend)
     if torch._C._is_any_autocast_enabled():
-        x, weight, bias = ops.autocast(x, weight, bias)
+        x, weight, bias = autocast(x, weight, bias)
     # What most calls are, with nothing done twice.
     if route.direct(x, weight, bias):
         if not route.recorded(x, weight, bias):

@@ -1,11 +1,7 @@
-"""The gradient rules for PyTorch: one backward for each op, bound to the registered op and to the ways past it.
+"""Products and bias gradients with gradients: the ops (registration.py says what these are), and a third form of each for plain
+tensors, an autograd.Function in the old style, which costs least.
 
-A backward is made of differentiable products again, so it can be differentiated in turn. Each op has three forms:
-
-- `torch.ops.detkern.*` (ops.py), for compilers, tracers, modes and subclasses; its backward is registered
-  here;
-- an autograd.Function in the old style, for plain tensors: the one that costs least;
-- an autograd.Function in the new style, which torch.func and forward-mode differentiation need.
+A backward is made of differentiable products again, so it can be differentiated in turn.
 """
 
 from __future__ import annotations
@@ -18,14 +14,16 @@ import torch
 from ... import api
 from ...errors import ArgumentError
 from ...operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
-from . import batching, eager, main_grads, ops, route
+from . import eager, main_grads, products, route
+from .registration import Op
 
-__all__ = ["Settings", "bias_gradient", "linear", "matmul", "record_linear"]
+__all__ = ["OPS", "Settings", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
-    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name. main_grad, bias_main_grad: float32 tensors that a backward
-    adds to, instead of returning the gradient; see main_grads.py."""
+    """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name.
+
+    main_grad, bias_main_grad: float32 tensors that a backward adds to, instead of returning the gradient; see main_grads.py."""
 
     contract: str | None
     out_dtype: Any
@@ -41,8 +39,8 @@ def matmul(a: Any, b: Any, settings: Settings) -> Any:
             return _apply_matmul(a, b, settings)
         return eager.matmul(a, b, *settings[:3])
     if route.transformed():
-        return _TransformedMatmul.apply(a, b, settings)
-    return torch.ops.detkern.matmul.default(a, b, *settings[:3])
+        return MATMUL.function.apply(a, b, *settings[:3])
+    return MATMUL.overload(a, b, *settings[:3])
 
 
 def linear(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
@@ -51,10 +49,9 @@ def linear(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
         if route.recorded(x, weight, bias):
             return record_linear(x, weight, bias, settings)
         return eager.linear(x, weight, bias, *settings[:3])
-    if route.transformed():
-        return _TransformedLinear.apply(x, weight, bias, settings)
+    form = LINEAR.function.apply if route.transformed() else LINEAR.overload
     contract, out_dtype, backend, *main_grads = settings
-    return torch.ops.detkern.linear.default(x, weight, bias, *main_grads, contract, out_dtype, backend)
+    return form(x, weight, bias, *main_grads, contract, out_dtype, backend)
 
 
 def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
@@ -64,8 +61,8 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
             return _apply_bias_gradient(dc, out_dtype, backend)
         return eager.bias_gradient(dc, out_dtype, backend)
     if route.transformed():
-        return _TransformedBiasGradient.apply(dc, out_dtype, backend)
-    return torch.ops.detkern.bias_gradient.default(dc, out_dtype, backend)
+        return BIAS_GRADIENT.function.apply(dc, out_dtype, backend)
+    return BIAS_GRADIENT.overload(dc, out_dtype, backend)
 
 
 # The backward of each op.
@@ -141,7 +138,7 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
                 if out is not None:
                     api.bias_gradient(dc, out=out, accumulate=True, backend=settings.backend)
             else:
-                torch.ops.detkern.bias_gradient_accumulate_.default(bias_main_grad, dc, settings.backend)
+                BIAS_GRADIENT_ACCUMULATE.overload(bias_main_grad, dc, settings.backend)
     return dx, dweight, dbias
 
 
@@ -189,7 +186,7 @@ def _accumulate(
         if out is not None:
             api.gemm(left, right, out=out, accumulate=True, contract=settings.contract, backend=settings.backend)
     else:
-        torch.ops.detkern.matmul_accumulate_.default(main_grad, left, right, settings.contract, settings.backend)
+        MATMUL_ACCUMULATE.overload(main_grad, left, right, settings.contract, settings.backend)
 
 
 # Past the dispatcher.
@@ -235,8 +232,7 @@ _apply_bias_gradient = super(torch.autograd.Function, _BiasGradient).apply
 record_linear = super(torch.autograd.Function, _Linear).apply
 
 
-# Under torch.func and forward-mode differentiation. A tangent is a sum of products by the contract, each rounded to the
-# result's type before they are added.
+# The ops. A tangent is a sum of products by the contract, each rounded to the result's type before they are added.
 
 
 def _sum(terms: list[Any]) -> Any:
@@ -246,121 +242,94 @@ def _sum(terms: list[Any]) -> Any:
     return total
 
 
-class _TransformedMatmul(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(a: Any, b: Any, settings: Settings) -> Any:
-        return api.gemm(
-            a.detach(), b.detach(),
-            out_dtype=settings.out_dtype, contract=settings.contract, backend=settings.backend,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save_matmul(ctx, *inputs)
-        ctx.save_for_forward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, dc: Any) -> Any:
-        return *_matmul_gradients(ctx, dc), None
-
-    @staticmethod
-    @route.forward_rule
-    def jvp(ctx: Any, da: Any, db: Any, _: Any) -> Any:
-        a, b = route.primals(ctx)
-        da, db = route.tangents((da, db), (ctx.dtype, ctx.dtype))
-        pairs = [(da, b)] if da is not None else []
-        pairs += [(a, db)] if db is not None else []
-        return _sum([matmul(left, right, ctx.settings) for left, right in pairs])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, a: Any, b: Any, settings: Settings) -> Any:
-        return batching.matmul(lambda a, b: matmul(a, b, settings), in_dims, a, b)
+def _setup_matmul(ctx: Any, inputs: Any, output: Any) -> None:
+    a, b, contract, out_dtype, backend = inputs
+    _save_matmul(ctx, a, b, Settings(route.freeze(contract, a.dtype, a.device), out_dtype, backend))
 
 
-class _TransformedLinear(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
-        return api.linear(
-            x.detach(), weight.detach(), None if bias is None else bias.detach(),
-            out_dtype=settings.out_dtype, contract=settings.contract, backend=settings.backend,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save_linear(ctx, *inputs)
-        ctx.save_for_forward(*inputs[:2])
-        ctx.result_dtype = output.dtype
-
-    @staticmethod
-    def backward(ctx: Any, dc: Any) -> Any:
-        return *_linear_gradients(ctx, dc), None
-
-    @staticmethod
-    @route.forward_rule
-    def jvp(ctx: Any, dx: Any, dweight: Any, dbias: Any, _: Any) -> Any:
-        x, weight = route.primals(ctx)
-        dx, dweight = route.tangents((dx, dweight), (ctx.dtype, ctx.dtype))
-        pairs = [(dx, weight)] if dx is not None else []
-        pairs += [(x, dweight)] if dweight is not None else []
-        settings = Settings(*ctx.settings[:3])
-        terms = [linear(left, right, None, settings) for left, right in pairs]
-        if dbias is not None:
-            terms.append(dbias.to(ctx.result_dtype).expand((*ctx.shapes[0][:-1], ctx.shapes[1][0])))
-        return _sum(terms)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, weight: Any, bias: Any, settings: Settings) -> Any:
-        batching.refuse_main_grads(settings.main_grad, settings.bias_main_grad)
-        return batching.linear(
-            lambda x, weight, bias: linear(x, weight, bias, settings), info.batch_size, in_dims[:3], x, weight, bias
-        )
-
-
-class _TransformedBiasGradient(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(dc: Any, out_dtype: Any, backend: str | None) -> Any:
-        return api.bias_gradient(dc.detach(), out_dtype=out_dtype, backend=backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save_bias_gradient(ctx, inputs[0])
-        ctx.options = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, incoming: Any) -> Any:
-        return _spread(ctx, incoming), None, None
-
-    @staticmethod
-    @route.forward_rule
-    def jvp(ctx: Any, ddc: Any, *_: Any) -> Any:
-        return bias_gradient(ddc.to(ctx.dtype), *ctx.options)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, dc: Any, out_dtype: Any, backend: str | None) -> Any:
-        return batching.each(lambda dc: bias_gradient(dc, out_dtype, backend), info.batch_size, in_dims[:1], dc)
-
-
-# The registered ops, whose arguments come in the order of their schemas.
+def _matmul_jvp(ctx: Any, da: Any, db: Any, *_: Any) -> Any:
+    a, b = route.primals(ctx)
+    da, db = route.tangents((da, db), (ctx.dtype, ctx.dtype))
+    pairs = [(da, b)] if da is not None else []
+    pairs += [(a, db)] if db is not None else []
+    return _sum([matmul(left, right, ctx.settings) for left, right in pairs])
 
 
 def _setup_linear(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, main_grad, bias_main_grad, contract, out_dtype, backend = inputs
     frozen = route.freeze(contract, x.dtype, x.device)
     _save_linear(ctx, x, weight, bias, Settings(frozen, out_dtype, backend, main_grad, bias_main_grad))
+    ctx.result_dtype = output.dtype
 
 
-def _setup_matmul(ctx: Any, inputs: Any, output: Any) -> None:
-    a, b, contract, out_dtype, backend = inputs
-    _save_matmul(ctx, a, b, Settings(route.freeze(contract, a.dtype, a.device), out_dtype, backend))
+def _linear_jvp(ctx: Any, dx: Any, dweight: Any, dbias: Any, *_: Any) -> Any:
+    x, weight = route.primals(ctx)
+    dx, dweight = route.tangents((dx, dweight), (ctx.dtype, ctx.dtype))
+    pairs = [(dx, weight)] if dx is not None else []
+    pairs += [(x, dweight)] if dweight is not None else []
+    settings = Settings(*ctx.settings[:3])
+    terms = [linear(left, right, None, settings) for left, right in pairs]
+    if dbias is not None:
+        terms.append(dbias.to(ctx.result_dtype).expand((*ctx.shapes[0][:-1], ctx.shapes[1][0])))
+    return _sum(terms)
 
 
 def _setup_bias_gradient(ctx: Any, inputs: Any, output: Any) -> None:
     _save_bias_gradient(ctx, inputs[0])
+    ctx.options = inputs[1:]
 
 
-for _name, _backward, _setup in (
-    ("linear", lambda ctx, dc: (*_linear_gradients(ctx, dc), *(None,) * 5), _setup_linear),
-    ("matmul", lambda ctx, dc: (*_matmul_gradients(ctx, dc), None, None, None), _setup_matmul),
-    ("bias_gradient", lambda ctx, incoming: (_spread(ctx, incoming), None, None), _setup_bias_gradient),
-):
-    torch.library.register_autograd(f"detkern::{_name}", _backward, setup_context=_setup, lib=ops.library)
+def _bias_gradient_jvp(ctx: Any, ddc: Any, *_: Any) -> Any:
+    return bias_gradient(ddc.to(ctx.dtype), *ctx.options)
+
+
+_SETTINGS = "str? contract=None, ScalarType? out_dtype=None, str? backend=None"
+
+LINEAR = Op(
+    "linear",
+    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? main_grad=None, Tensor? bias_main_grad=None, "
+    f"{_SETTINGS}) -> Tensor",
+    products.linear,
+    products.fake_linear,
+    setup=_setup_linear,
+    backward=_linear_gradients,
+    kept=lambda arguments, output: arguments[:2],
+    jvp=_linear_jvp,
+    vmap=products.batched_linear,
+    autocast=3,
+)
+MATMUL = Op(
+    "matmul",
+    f"(Tensor a, Tensor b, {_SETTINGS}) -> Tensor",
+    products.matmul,
+    products.fake_matmul,
+    setup=_setup_matmul,
+    backward=_matmul_gradients,
+    kept=lambda arguments, output: arguments[:2],
+    jvp=_matmul_jvp,
+    vmap=products.batched_matmul,
+    autocast=2,
+)
+BIAS_GRADIENT = Op(
+    "bias_gradient",
+    "(Tensor dc, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
+    products.bias_gradient,
+    products.fake_bias_gradient,
+    setup=_setup_bias_gradient,
+    backward=lambda ctx, incoming: (_spread(ctx, incoming),),
+    jvp=_bias_gradient_jvp,
+    vmap=products.batched_bias_gradient,
+)
+MATMUL_ACCUMULATE = Op(
+    "matmul_accumulate_",
+    "(Tensor(out!) out, Tensor a, Tensor b, str? contract=None, str? backend=None) -> ()",
+    products.matmul_accumulate,
+    products.fake_nothing,
+)
+BIAS_GRADIENT_ACCUMULATE = Op(
+    "bias_gradient_accumulate_",
+    "(Tensor(out!) out, Tensor dc, str? backend=None) -> ()",
+    products.bias_gradient_accumulate,
+    products.fake_nothing,
+)
+OPS = (LINEAR, MATMUL, BIAS_GRADIENT, MATMUL_ACCUMULATE, BIAS_GRADIENT_ACCUMULATE)

@@ -8,7 +8,8 @@ import torch
 
 from ...contracts import get_contract
 from ...errors import ArgumentError
-from ..functions import main_grads, ops, route
+from ..functions import main_grads, route
+from ..functions.casting import torch_dtype
 from ..functions.functional import linear
 from . import instance_forward
 
@@ -34,7 +35,7 @@ class Contracted:
         backend: str | None = None,
     ) -> None:
         """Set how the layer computes; arguments as the constructor's."""
-        self.out_dtype = ops.torch_dtype(out_dtype)
+        self.out_dtype = torch_dtype(out_dtype)
         self.accumulate = accumulate
         self.contract = None if contract is None else get_contract(contract).name
         self.backend = backend

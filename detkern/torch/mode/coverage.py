@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..functions import broadcasting
-from . import attention, pointwise, products, reductions
+from . import attention, broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]

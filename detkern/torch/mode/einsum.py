@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..functions import ops, rows
+from ..functions import rows
+from ..functions.casting import autocast
 from .products import product
 
 __all__ = ["einsum"]
@@ -135,5 +136,5 @@ def _contract(mode: Any, x: Any, xs: list[str], y: Any, ys: list[str], needed: s
     k = functools.reduce(lambda p, q: p * q, left.shape[left.dim() - n :], 1)
     m = functools.reduce(lambda p, q: p * q, lines, 1)
     c = functools.reduce(lambda p, q: p * q, columns, 1)
-    left, right = ops.autocast(left.reshape(*stack, m, k), right.reshape(*stack, k, c))
+    left, right = autocast(left.reshape(*stack, m, k), right.reshape(*stack, k, c))
     return product(mode, "bmm", left, right).reshape([*stack, *lines, *columns]), result

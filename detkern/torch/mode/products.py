@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..functions import functional, ops, route
+from ..functions import functional, route
 from ..functions.affine import affine
+from ..functions.casting import autocast
 
 __all__ = ["HANDLERS", "finish", "product"]
 
@@ -47,7 +48,7 @@ def _operands(mode: Any, op: str, a: Any, b: Any) -> tuple[Any, Any] | None:
     """The operands as autocast wants them, where the mode covers them."""
     if not mode.covers(op, a, b):
         return None
-    a, b = ops.autocast(a, b)
+    a, b = autocast(a, b)
     return (a, b) if a.dtype == b.dtype else None
 
 
@@ -104,7 +105,7 @@ def linear(mode: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     if weight.dim() == 1 and bias is None:
         return matmul(mode, input, weight)
-    x, w, b = ops.autocast(input, weight, bias)
+    x, w, b = autocast(input, weight, bias)
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or x.dtype != w.dtype:
         return NotImplemented
     contract = mode.contract_for(op, x.dtype)
@@ -126,7 +127,7 @@ def _plus(op: str, mode: Any, input: Any, a: Any, b: Any, beta: Any, alpha: Any,
     if not _expands(input.shape, shape):
         return NotImplemented
     given = input.dtype
-    a, b, input = ops.autocast(a, b, input)
+    a, b, input = autocast(a, b, input)
     if a.dtype != b.dtype or (input.dtype != a.dtype and input.dtype != out_dtype and given != out_dtype):
         return NotImplemented
     # Of a 0-d tensor the number is read here; PyTorch reads it too.
@@ -231,7 +232,7 @@ def tensordot(mode: Any, a: Any, b: Any, dims: Any = 2, dims_other: Any = None, 
     k = functools.reduce(lambda x, y: x * y, (a.shape[d] for d in dims_a), 1)
     left = a.permute((*free_a, *dims_a)).reshape(_count(a, free_a), k)
     right = b.permute((*dims_b, *free_b)).reshape(k, _count(b, free_b))
-    return finish(product(mode, "mm", *ops.autocast(left, right)).reshape(shape), out)
+    return finish(product(mode, "mm", *autocast(left, right)).reshape(shape), out)
 
 
 def _count(x: Any, dims: Any) -> Any:
@@ -265,7 +266,7 @@ def vecdot(mode: Any, x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
         return NotImplemented
     x, y = torch.broadcast_tensors(x, y)
     x, y = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
-    return finish(product(mode, "dot", *ops.autocast(x, y)).squeeze(-1).squeeze(-1), out)
+    return finish(product(mode, "dot", *autocast(x, y)).squeeze(-1).squeeze(-1), out)
 
 
 # By PyTorch's name for the function, the method or the aten op.
