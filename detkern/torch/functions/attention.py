@@ -28,7 +28,7 @@ from .attention_blocks import Formula
 from .broadcasting import expanded
 from .registration import Op
 
-__all__ = ["OPS", "attention", "repeated"]
+__all__ = ["OPS", "attention", "fitted", "repeated"]
 
 
 def attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, contract: str | None) -> Any:
@@ -41,6 +41,11 @@ def attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, con
     if not torch.compiler.is_compiling() and route.transformed():
         return _by_formula(q, k, v, mask, scale, causal, frozen)
     return torch.ops.detkern.attention.default(q, k, v, mask, scale, causal, frozen)
+
+
+def fitted(x: Any, shape: tuple[Any, ...]) -> Any:
+    """x itself, or expanded to a shape."""
+    return x if tuple(x.shape) == shape else expanded(x, shape)
 
 
 def repeated(x: Any, heads: Any) -> Any:
@@ -63,7 +68,7 @@ def _by_formula(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, c
     if mask is not None and mask.dtype is torch.bool:
         hidden = ~mask if hidden is None else hidden | ~mask
     elif mask is not None:
-        scores = scores + expanded(mask, tuple(scores.shape))
+        scores = scores + fitted(mask, tuple(scores.shape))
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     dead = scores.detach().amax(-1, keepdim=True) == -math.inf

@@ -30,8 +30,6 @@ class Expand(torch.autograd.Function):  # type: ignore[misc]
 
 def expanded(x: Any, shape: Any) -> Any:
     """x.expand(shape), whose gradient is summed by detkern where that is not the compiler's to do."""
-    if x.shape == shape:
-        return x
     summed = torch.is_grad_enabled() and x.requires_grad and not watched()
     return Expand.apply(x, shape) if summed else x.expand(shape)
 

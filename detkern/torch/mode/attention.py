@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..functions.attention import attention, repeated
-from ..functions.broadcasting import expanded
+from ..functions.attention import attention, fitted, repeated
 from ..functions.casting import autocast
 
 __all__ = ["HANDLERS", "scaled_dot_product_attention"]
@@ -84,7 +83,7 @@ def _attend(
         scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
     kept = 3 if gqa else 2
     batch = _broadcast([x.shape[:-kept] for x in (q, k, v)])
-    q, k, v = (expanded(x, (*batch, *x.shape[-kept:])) for x in (q, k, v))  # type: ignore[misc]
+    q, k, v = (fitted(x, (*batch, *x.shape[-kept:])) for x in (q, k, v))  # type: ignore[misc]
     if gqa and k.shape[-3] != v.shape[-3]:
         k, v = repeated(k, q.shape[-3]), repeated(v, q.shape[-3])
     matrices = q.dim() == 2
