@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import gemm, records
+from . import records
 from .drawn import FITTING_SEEDS, Drawn, draw
+from .gemm_record import sources as product_sources
 from .pool import Pool
 
 __all__ = ["COUNT", "Plan", "Visit", "description", "plan", "sources"]
@@ -72,7 +73,7 @@ def plan(
 def sources() -> list[Path]:
     """What a row depends on here: the kernels and the choice of a tile, and what is drawn."""
     folder = records.ROOT / "benchmarks"
-    return [*gemm.sources(), folder / "drawn.py", folder / "models.py", folder / "models.toml"]
+    return [*product_sources(), folder / "drawn.py", folder / "models.py", folder / "models.toml"]
 
 
 def description(drawn: Drawn) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import drawn_report, gemm, peers, tile_times, timing
+from . import drawn_report, peers, tile_times, timing
 from .drawn import Drawn
 from .drawn_record import Visit, description
 from .forced import problem_of_sizes
+from .gemm_record import LARGEST_ERROR
 from .pool import Pool, Set
 
 __all__ = ["measure", "run"]
@@ -65,7 +66,7 @@ def measure(
                 got, unwritten = pool.ends(out)
                 expected = got if expected is None else expected
                 off = float((got - expected).norm() / expected.norm())
-                if unwritten or not off <= gemm.LARGEST_ERROR:
+                if unwritten or not off <= LARGEST_ERROR:
                     wrong = f"{unwritten} elements not written, {off:.3g} from cuBLAS"
                     if needed:
                         return row | {"error": f"{peer.name}: {wrong}"}

@@ -1,12 +1,11 @@
-"""The numbers that tiles are chosen by, from products drawn at random.
+"""The numbers that tiles of mma_wgmma.json are chosen by, from times of products drawn at random.
 
-    python -m benchmarks.fit --log fit.jsonl              on the GPU: times of the tiles, seed 1
-    python -m benchmarks.fit --log judge.jsonl --seed 2   the same for another set
-    python -m benchmarks.fit --fit fit.jsonl --judge judge.jsonl [--write]     anywhere
+    python -m benchmarks.fit --fit fit.jsonl ... --judge judge.jsonl ... [--write]
 
-Fits detkern/cu/time_model.py's numbers to what was timed and says how good the choices by them are on products that they were
-not fitted to; --write puts them into detkern/cu/tiles/mma_wgmma.json and mma.json. Both seeds are for this alone: no record of
-drawn products may have them.
+Fits detkern/cu/time_model.py's numbers to the first logs and says how good the choices by them are on the products of the
+others, of another seed; --folds N says it of N parts of the fitted logs, each judged by a fit to the rest. --write puts the
+numbers into detkern/cu/tiles/time_model.json. A line of a log is a product: seed, part, loads (K or M for a and b), m, n, k,
+f32, acc (accumulated), chosen (the label of detkern's choice) and us (the median µs by tile label).
 """
 
 from __future__ import annotations
@@ -14,119 +13,40 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from detkern.contracts import MMA16
-from detkern.cu import geometry
-from detkern.cu.time_model import CLASSES, Coefficients
+from detkern.cu import geometry, time_model
 from detkern.dtypes import BF16
 
-from . import fit_model, tile_times, timing
-from .drawn import FITTING_SEEDS, Drawn, draw
-from .drawn_report import RANGES, figures
-from .fit_model import Timed
-from .forced import problem_of_sizes
-from .pool import Pool
-from .shapes import Layer, Product
+from .fit_model import fit, flatten, predicted, regrets
 
-__all__ = ["described", "judged", "log_line", "read", "sampled", "tiles", "timed", "write"]
+__all__ = ["content", "judged", "read", "table", "useful"]
 
-COUNT = 600
-WITHIN = 3.0  # times the least time that the tables predict: they may be wrong before they are fitted
-LONGEST_US = 5000.0  # by the reference line: what takes longer says nothing new of a tile, and takes the visit's time
-ERRORS_IN_A_ROW = 3
-TABLES = Path(geometry.__file__).parent / "tiles"
+FILE = Path(time_model.__file__).parent / "tiles" / "time_model.json"
+MULTIPROCESSORS = 132
+RANGES = ((1, 64), (65, 256), (257, 1023), (1024, 2**31))  # of tokens
 
-Fitted = dict[str, dict[str, Coefficients]]
+_LINE = {"seed": int, "part": str, "loads": str, "m": int, "n": int, "k": int, "f32": bool, "acc": bool, "chosen": str,
+         "us": dict}  # fmt: skip
 
 
-def described(drawn: Drawn) -> dict[str, Any]:
-    """A product in a line of a log: enough to make its problem again."""
-    product = drawn.product
-    return {
-        "index": drawn.index, "part": drawn.part, "name": product.layer.name, "op": product.op, "m": product.m,
-        "n": product.layer.n, "k": product.layer.k, "f32": drawn.output_f32, "accumulate": drawn.accumulate,
-    }  # fmt: skip
-
-
-def _problem(line: dict[str, Any]) -> Any:
-    product = Product(Layer("a", "b", line["n"], line["k"]), line["m"], line["op"], "mma16", "bfloat16")
-    return problem_of_sizes(product, line["f32"], line["accumulate"])
-
-
-def tiles() -> dict[str, Any]:
-    """Every tile of the tables by its label."""
-    return {str(tile): tile for tile in geometry.tiles_for(MMA16, BF16)}
-
-
-def sampled(seed: int, count: int) -> list[Drawn]:
-    """The products of a log: the first `count` of the seed that do not take too long and whose operands need no gathering."""
-    found: list[Drawn] = []
-    index = 0
-    while len(found) < count:
-        drawn = draw(seed, index)
-        problem = problem_of_sizes(drawn.product, drawn.output_f32, drawn.accumulate)
-        if drawn.product.reference_us <= LONGEST_US and geometry.time_class(problem) in CLASSES:
-            found.append(drawn)
-        index += 1
-    return found
-
-
-def log_line(drawn: Drawn, times: tile_times.TileTimes) -> dict[str, Any]:
-    """A line of a log, but for the device."""
-    us, rough = ({label: round(one, 3) for label, one in some.items()} for some in (times.us, times.rough))
-    return described(drawn) | {"chosen": times.chosen, "us": us, "rough": rough}
-
-
-def measure(arguments: argparse.Namespace) -> int:
-    """Write the log. Returns how many products were left when the time was over."""
-    from detkern.cu.device import describe
-
-    deadline = time.monotonic() + arguments.seconds
-    device, facts = timing.Cuda(), describe(0)
-    products = sampled(arguments.seed, arguments.count)
-    head = {"gpu": facts.name, "multiprocessors": facts.multiprocessors, "seed": arguments.seed}
-    failed = written = 0
-    with arguments.log.open("w") as log, device.active():
-        pool = Pool(products, device.cache_bytes, device.name)
-        for place, drawn in enumerate(products):
-            if time.monotonic() >= deadline:
-                print(f"{written} products timed, {len(products) - place} left: out of time")
-                return len(products) - place
-            try:
-                times, _ = tile_times.measure(
-                    device, drawn, pool.sets(drawn), facts.capability, facts.multiprocessors, within=WITHIN
-                )
-            except Exception as error:
-                failed += 1
-                print(f"{drawn.product}: {type(error).__name__}: {error}", flush=True)
-                if failed == ERRORS_IN_A_ROW:
-                    raise
-                continue
-            failed, written = 0, written + 1
-            log.write(json.dumps(head | log_line(drawn, times)) + "\n")
-            log.flush()
-            best = min(times.us, key=lambda label: times.us[label])
-            print(f"{place:4} {drawn.part:8} M {drawn.m:5} {drawn.product.layer.name}: {len(times.rough)} tiles, "
-                  f"{best} {times.us[best]:.2f}, chosen {times.us[times.chosen] / times.us[best]:.3f}", flush=True)  # fmt: skip
-    print(f"{written} products timed")
-    return 0
-
-
-_LINE = {"gpu": str, "multiprocessors": int, "seed": int, "op": str, "m": int, "n": int, "k": int, "f32": bool,
-         "accumulate": bool, "chosen": str, "us": dict, "rough": dict}  # fmt: skip
+def table() -> list[geometry.Tile]:
+    """The tiles that are fitted."""
+    return [tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
 
 
 def read(log: Path) -> list[dict[str, Any]]:
-    """The lines of a log. Raises ValueError where one is not as `measure` writes it."""
+    """The lines of a log. Raises ValueError where one is not of a product."""
     lines = []
     for number, text in enumerate(log.read_text().splitlines(), 1):
         try:
             line = json.loads(text)
-            known = all(isinstance(line[name], kind) for name, kind in _LINE.items()) and bool(line["us"])
+            known = all(isinstance(line[name], kind) for name, kind in _LINE.items())
         except (json.JSONDecodeError, KeyError, TypeError):
             known = False
         if not known:
@@ -135,121 +55,101 @@ def read(log: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def timed(lines: Iterable[dict[str, Any]]) -> list[Timed]:
-    """The products of a log, with those of their tiles that the tables still have: two or more, the chosen one among them."""
-    known = tiles()
-    found = []
-    for line in lines:
-        problem = _problem(line)
-        us = {label: one for label, one in line["us"].items() if label in known}
-        rough = {label: one for label, one in line["rough"].items() if label in known}
-        labels = list(dict.fromkeys((*us, *rough)))
-        if len(labels) < 2 or not us or line["chosen"] not in labels:
-            continue
-        work = {label: geometry.work(problem, known[label], line["multiprocessors"]) for label in labels}
-        found.append(Timed(line["m"], geometry.time_class(problem), us, rough, work, line["chosen"]))
-    return found
+def useful(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that say something of a choice: two or more tiles that the table still has."""
+    labels = {str(tile) for tile in table()}
+    kept = [line | {"us": {name: us for name, us in line["us"].items() if name in labels}} for line in lines]
+    return [line for line in kept if len(line["us"]) > 1]
 
 
-def _classes(tile: Any) -> list[str]:
-    """The classes of the load paths that a tile is built for."""
-    pairs = ["".join(load.name[0] for load in pair) for pair in tile.loads]
-    return [kind for kind in CLASSES if kind.removesuffix("f") in pairs]
+def judged(lines: Sequence[dict[str, Any]], numbers: time_model.Numbers) -> list[float]:
+    """The regret of the model's choice for each line."""
+    times = flatten(lines, table())
+    return [float(one) for one in regrets(times, predicted(times, numbers, MULTIPROCESSORS))[0]]
 
 
-def fitted_to(products: Sequence[Timed]) -> Fitted:
-    """The numbers of every tile of the tables."""
-    wanted = {label: (tile.wave_us, _classes(tile)) for label, tile in tiles().items()}
-    return fit_model.fit(fit_model.observations(products), wanted)
+def folded(lines: Sequence[dict[str, Any]], folds: int) -> list[float]:
+    """The regret for each line by a fit to the other parts."""
+    part = np.random.default_rng(0).integers(folds, size=len(lines))
+    found = np.zeros(len(lines))
+    for one in range(folds):
+        rest = [line for line, number in zip(lines, part, strict=True) if number != one]
+        own = [line for line, number in zip(lines, part, strict=True) if number == one]
+        found[part == one] = judged(own, fit(flatten(rest, table()), table(), MULTIPROCESSORS))
+    return [float(one) for one in found]
 
 
-def judged(products: Sequence[Timed], fitted: Fitted) -> list[tuple[str, list[float], list[float]]]:
-    """(what, regrets of the model, regrets of what the tables chose when the log was made), of all and of parts."""
-    model = fit_model.regrets(products, {place: fit_model.choice(one, fitted) for place, one in enumerate(products)})
-    tables = fit_model.regrets(products, {place: one.chosen for place, one in enumerate(products)})
-    parts = [("all", [True] * len(products))]
-    parts += [
-        (f"M {first}–{min(last, 16_384)}", [first <= one.m <= last for one in products]) for first, last, _ in RANGES
-    ]
-    parts += [(kind, [one.kind == kind for one in products]) for kind in CLASSES]
-    return [
-        (what, [one for one, inside in zip(model, mask, strict=True) if inside],
-         [one for one, inside in zip(tables, mask, strict=True) if inside])
-        for what, mask in parts
-        if any(mask)
-    ]  # fmt: skip
+def _tokens(line: dict[str, Any]) -> int:
+    return int(line["k"] if line["part"].startswith("db") else line["m"])
 
 
-def _report(title: str, products: Sequence[Timed], fitted: Fitted) -> None:
-    error = fit_model.quality(fit_model.observations(products), fitted)
-    print(f"{title}: {len(products)} products, predicted times are off by {100 * error:.1f} % in the weighted mean")
-    for what, model, tables in judged(products, fitted):
-        ours, theirs = figures(model), figures(tables)
-        assert ours is not None
-        assert theirs is not None
-        print(f"  regret {what:14} {ours.count:5}  mean {ours.mean:.4f}  p90 {ours.p90:.3f}  p99 {ours.p99:.3f}  worst "
-              f"{ours.worst:.3f}   as chosen: mean {theirs.mean:.4f}  p99 {theirs.p99:.3f}")  # fmt: skip
+def report(title: str, lines: Sequence[dict[str, Any]], found: Sequence[float]) -> None:
+    """Print the regrets by part and tokens, beside those of what detkern chose when the log was made."""
+    then = [line["us"].get(line["chosen"], np.nan) / min(line["us"].values()) for line in lines]
+    print(f"{title}: {len(lines)} products")
+    groups = [("all", "", (1, 2**31))]
+    groups += [("", part, size) for part in dict.fromkeys(line["part"] for line in lines) for size in RANGES]
+    for name, part, (first, last) in groups:
+        inside = [part in ("", line["part"]) and first <= _tokens(line) <= last for line in lines]
+        now = np.array(found)[inside]
+        if len(now):
+            before = float(np.nanmean(np.array(then)[inside]))
+            print(f"  {name or part + f' from {first}':18} {len(now):5}  mean {now.mean():.4f}  p90 {np.quantile(now, 0.9):.3f}  "
+                  f"p99 {np.quantile(now, 0.99):.3f}  worst {now.max():.3f}   as chosen: mean {before:.4f}")  # fmt: skip
 
 
-def write(path: Path, fitted: Fitted) -> None:
-    """Put the numbers into a tile table, a tile a line as before."""
-    table = path.stem
-    by_place = [str(tile) for tile in geometry.tiles_for(MMA16, BF16) if tile.table == table]
-    rows = json.loads(path.read_text())
-    if len(rows) != len(by_place):
-        raise ValueError(f"{path} has {len(rows)} tiles, and the tables that were fitted {len(by_place)}")
-    for row, label in zip(rows, by_place, strict=True):
-        row["time"] = {kind: [round(one, 4) for one in numbers] for kind, numbers in fitted[label].items()}
-    path.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n")
+def content(numbers: time_model.Numbers) -> dict[str, Any]:
+    """What time_model.json holds."""
+    tiles = {
+        str(tile): [round(float(numbers.own[name][place]), 4) for name in time_model.OWN]
+        for place, tile in enumerate(table())
+    }
+    return {
+        "shared": {name: float(f"{one:.4g}") for name, one in numbers.shared.items()},
+        "own": list(time_model.OWN),
+        "tiles": tiles,
+    }
+
+
+def write(path: Path, whole: dict[str, Any]) -> None:
+    """A tile a line."""
+    head = json.dumps({name: one for name, one in whole.items() if name != "tiles"}, indent=2)
+    rows = ",\n".join(f"    {json.dumps(label)}: {json.dumps(one)}" for label, one in whole["tiles"].items())
+    path.write_text(head.removesuffix("\n}") + ',\n  "tiles": {\n' + rows + "\n  }\n}\n")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fit what tiles are chosen by, on products drawn at random.")
-    parser.add_argument(
-        "--log", type=Path, help="time the tiles on this GPU and write them here, a JSON line a product"
-    )
-    parser.add_argument("--seed", type=int, default=FITTING_SEEDS[0], choices=FITTING_SEEDS, help="of --log")
-    parser.add_argument("--count", type=int, default=COUNT, help=f"products of --log (default {COUNT})")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no product of --log after so long")
-    parser.add_argument("--fit", type=Path, nargs="+", metavar="LOG", help="fit to these logs")
-    parser.add_argument("--judge", type=Path, nargs="+", metavar="LOG", default=[], help="with --fit: judge on these")
-    parser.add_argument("--write", action="store_true", help="with --fit: put the numbers into the tile tables")
-    arguments = parser.parse_args()
-    if (arguments.log is None) == (arguments.fit is None):
-        parser.error("either --log or --fit")
-    if arguments.log and (arguments.judge or arguments.write):
-        parser.error("--judge and --write are for --fit")
-    return arguments
+    parser.add_argument("--fit", type=Path, nargs="+", metavar="LOG", required=True, help="fit to these logs")
+    parser.add_argument("--judge", type=Path, nargs="+", metavar="LOG", default=[], help="judge on these")
+    parser.add_argument("--folds", type=int, default=0, help="judge on so many parts of the fitted logs too")
+    parser.add_argument("--write", action="store_true", help=f"put the numbers into {FILE.name}")
+    return parser.parse_args()
 
 
 def main() -> int:
-    """Time, or fit and judge. Status 1 where the time was over before all was timed, or a log cannot be read."""
+    """Fit and judge. Status 1 where a log cannot be read or is on both sides."""
     arguments = _arguments()
-    if arguments.log:
-        if reason := timing.missing():
-            print(f"nothing to measure with: {reason}")
-            return 1
-        return int(measure(arguments) > 0)
     try:
-        logs = [line for log in arguments.fit for line in read(log)]
-        other = [line for log in arguments.judge for line in read(log)]
+        fitted_to = useful([line for log in arguments.fit for line in read(log)])
+        other = useful([line for log in arguments.judge for line in read(log)])
     except (OSError, ValueError) as error:
         print(error)
         return 1
-    if shared := {line["seed"] for line in logs} & {line["seed"] for line in other}:
-        print(f"a fit is judged on another seed than its own: {sorted(shared)} is in both")
+    if common := {line["seed"] for line in fitted_to} & {line["seed"] for line in other}:
+        print(f"a fit is judged on another seed than its own: {sorted(common)} is in both")
         return 1
-    products = timed(logs)
-    if not products:
-        print("nothing was timed that the tables still have")
+    if not fitted_to:
+        print("nothing was timed that the table still has")
         return 1
-    fitted = fitted_to(products)
-    _report("fitted to", products, fitted)
-    if judges := timed(other):
-        _report("judged on", judges, fitted)
+    numbers = fit(flatten(fitted_to, table()), table(), MULTIPROCESSORS)
+    report("fitted to", fitted_to, judged(fitted_to, numbers))
+    if other:
+        report("judged on", other, judged(other, numbers))
+    if arguments.folds:
+        report(f"judged in {arguments.folds} parts", fitted_to, folded(fitted_to, arguments.folds))
     if arguments.write:
-        for table in ("mma_wgmma", "mma"):
-            write(TABLES / f"{table}.json", fitted)
+        write(FILE, content(numbers))
     return 0
 
 

@@ -1,178 +1,217 @@
-"""Fitting the numbers of detkern/cu/time_model.py to measured times, and judging the choices that follow from them. NumPy alone.
+"""Fitting the numbers of detkern/cu/time_model.py to measured times. NumPy alone.
 
-Every tile has five numbers for each class of products. They are fitted by least squares on the logarithm of the time, times
-near a product's fastest weighing most, since only there a choice is made; errors beyond a few per cent weigh no more than
-linearly; and each number is held near what is expected of it (the table's wave_us, a copy at full bandwidth), as firmly as it
-is known beforehand, so that a tile that was seldom timed has numbers that can be compared with the others'.
+Least squares on the logarithm of the time by Levenberg's and Marquardt's method, all numbers at once. Times near a product's
+fastest weigh most, since only there a choice is made; what all predictions for one product are off by together counts for
+less, since it changes no choice; errors beyond a few per cent weigh no more than linearly; and each number is held near what
+is expected of it, so that a tile that was seldom timed has numbers that can be compared with the others'.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from detkern.cu.time_model import CLASSES, Coefficients, Work, time_us
+from detkern.cu import time_model
+from detkern.cu.geometry import Tile, model_shapes
 
-__all__ = ["Observation", "Timed", "choice", "fit", "fit_one", "observations", "regrets", "start"]
+__all__ = ["Times", "fit", "flatten", "predicted", "regrets"]
 
-Numbers = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
 
-NOISE = 0.03  # of a measured time, as a logarithm
-ROUGH_WEIGHT = 0.3  # of a rough time
-LINEAR_FROM = 2.0  # noises: Huber's threshold
-STEPS = 60
+NOISE = 0.02  # of a measured time, as a logarithm
+LINEAR_FROM = 2.5  # noises: Huber's threshold
+NEAR = 6.0  # a time weighs (fastest / it) to this power
+COMMON = 0.9  # of what a product's predictions are off by together, the part that does not count
+STEPS = 12
 
-# How far from what is expected a number may well be: of fixed_us, tile_us, wave_us and memory as logarithms, of `alone` as
-# that of its odds.
-_EXPECTED = Coefficients(fixed_us=1.4, tile_us=0.4, wave_us=0.0, alone=0.6, memory=1.0)
-_DOUBT = np.array([0.3, 1.0, 0.35, 1.5, 0.1])
+# Numbers between 0 and 1 are fitted as logits, others as logarithms; slopes and `alone` of a tile as they are.
+_LOGITS = frozenset(("pair", "shared_a", "shared_b", "alone"))
+_PLAIN = frozenset(("alone", "by_m", "by_n", "by_k"))
+# How far from where it begins a number may well be, in these scales.
+_DOUBT_SHARED = {
+    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair": 1.0, "shared_a": 1.0, "shared_b": 1.0, "km": 0.2,
+    "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0, "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0,
+    "out_us": 1.0, "area_us": 1.0, "few_us": 1.0, "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "tb_s": 0.15,
+    "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
+}  # fmt: skip
+_DOUBT_OWN = {
+    "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.08, "by_n": 0.08, "by_k": 0.08
+}  # fmt: skip
+_SLOPES = ("by_m", "by_n", "by_k")
+_DOUBT_TREND = 0.05  # of a slope, for what tiles have in common
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A measured time: what the tile had to do, µs, and how much it weighs."""
+class Times:
+    """Measured times, one a place: of which product (numbered from 0), by which tile (its place in the table), µs."""
 
-    work: Work
-    us: float
-    weight: float
+    product: npt.NDArray[np.int64]
+    tile: npt.NDArray[np.int64]
+    us: Array
+    m: Array
+    model: time_model.Product
+    shapes: time_model.TileShapes
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A product whose tiles were timed. m: tokens. kind: of CLASSES. us: in turn, and rough: roughly, by tile label. work: of each
-    of them. chosen: what detkern's tables chose."""
+class _Point:
+    """Where a fit is: numbers of all tiles, trends of the slopes by what tiles have in common, and each tile's own."""
 
-    m: int
-    kind: str
-    us: Mapping[str, float]
-    rough: Mapping[str, float]
-    work: Mapping[str, Work]
-    chosen: str
+    shared: Array
+    trends: Array
+    own: Array
 
-    def time(self, label: str) -> float:
-        """The better known of a tile's times."""
-        return self.us.get(label) or self.rough[label]
-
-    @property
-    def fastest(self) -> float:
-        """µs of the tile that was fastest in turn."""
-        return min(self.us.values())
-
-
-def observations(products: Iterable[Timed]) -> dict[tuple[str, str], list[Observation]]:
-    """By tile label and class."""
-    found: dict[tuple[str, str], list[Observation]] = {}
-    for product in products:
-        for label, work in product.work.items():
-            us = product.time(label)
-            weight = (product.fastest / us) ** 2 * (1.0 if label in product.us else ROUGH_WEIGHT)
-            found.setdefault((label, product.kind), []).append(Observation(work, us, weight))
-    return found
+    def numbers(self, trends: Array, places: npt.NDArray[np.int64] | None = None) -> time_model.Numbers:
+        shared = {
+            name: float(1 / (1 + math.exp(-one)) if name in _LOGITS else math.exp(one))
+            for name, one in zip(time_model.SHARED, self.shared, strict=True)
+        }
+        own = {}
+        for place, name in enumerate(time_model.OWN):
+            one = self.own[:, place]
+            if name in _SLOPES:
+                one = one + trends @ self.trends[_SLOPES.index(name)]
+            one = one if name in _PLAIN else np.exp(one)
+            own[name] = one if places is None else one[places]
+        return time_model.Numbers(shared, own)
 
 
-def start(wave_us: float) -> Coefficients:
-    """What is expected of a tile before anything was measured."""
-    return _EXPECTED._replace(wave_us=wave_us)
+def flatten(lines: Sequence[dict[str, Any]], tiles: Sequence[Tile]) -> Times:
+    """The times of a log's lines by tiles of the table; lines as `benchmarks.fit.read` returns them."""
+    place = {str(tile): number for number, tile in enumerate(tiles)}
+    rows = [
+        (number, place[label], us, line["m"], line["n"], line["k"], line["loads"][0] == "K", line["loads"][1] == "K",
+         _broken(line, 0), _broken(line, 1), line["f32"], line["acc"])
+        for number, line in enumerate(lines) for label, us in line["us"].items()
+        if label in place
+    ]  # fmt: skip
+    product, tile, us, m, n, k, k_a, k_b, broken_a, broken_b, f32, accumulate = map(np.array, zip(*rows, strict=True))
+    model = time_model.Product(
+        n.astype(float), k.astype(float), (k_a, k_b), (broken_a, broken_b), f32.astype(bool), accumulate.astype(bool)
+    )
+    shapes = time_model.TileShapes(*(one[tile] for one in model_shapes(tiles)))
+    return Times(product, tile, us.astype(float), m.astype(float), model, shapes)
 
 
-def _pack(coefficients: Coefficients) -> Numbers:
-    fixed, tile, wave, alone, memory = coefficients
-    return np.array([math.log(fixed), math.log(tile), math.log(wave), math.log(alone / (1 - alone)), math.log(memory)])
+def _broken(line: dict[str, Any], operand: int) -> bool:
+    """Whether the lines of a contiguous 16-bit operand are no multiple of 128 bytes."""
+    return bool((line["k"] if line["loads"][operand] == "K" else line["mn"[operand]]) * 2 % 128)
 
 
-def _unpack(numbers: Numbers) -> Coefficients:
-    fixed, tile, wave, alone, memory = (float(number) for number in numbers)
-    return Coefficients(math.exp(fixed), math.exp(tile), math.exp(wave), 1 / (1 + math.exp(-alone)), math.exp(memory))
+def predicted(times: Times, numbers: time_model.Numbers, multiprocessors: int) -> Array:
+    """µs in each place. numbers: of the table's tiles."""
+    own = {name: one[times.tile] for name, one in numbers.own.items()}
+    prepared = time_model.prepare(times.shapes, numbers._replace(own=own), times.model, multiprocessors)
+    return time_model.times_us(prepared, times.m)
 
 
-def _errors(numbers: Numbers, seen: Sequence[Observation]) -> Numbers:
-    """Of the predictions, in noises."""
-    coefficients = _unpack(numbers)
-    return np.array([math.log(time_us(coefficients, one.work) / one.us) / NOISE for one in seen])
+def regrets(times: Times, us: Array) -> tuple[Array, npt.NDArray[np.int64]]:
+    """For each product, the time of the tile that `us` predicts to be fastest over the fastest tile's, and that tile's place."""
+    order = np.lexsort((us, times.product))
+    first = order[np.concatenate([[True], np.diff(times.product[order]) > 0])]
+    return times.us[first] / _fastest(times)[times.product[first]], times.tile[first]
 
 
-def fit_one(seen: Sequence[Observation], expected: Coefficients) -> Coefficients:
-    """The numbers of one tile and class, by Levenberg's and Marquardt's method."""
-    if not seen:
-        return expected
-    centre = _pack(expected)
-    weights = np.array([one.weight for one in seen])
+def _fastest(times: Times) -> Array:
+    fastest = np.full(times.product.max() + 1, np.inf)
+    np.minimum.at(fastest, times.product, times.us)
+    return fastest
 
-    def cost(errors: Numbers, numbers: Numbers) -> float:
+
+def _trends(tiles: Sequence[Tile]) -> Array:
+    """What the slopes of tiles may have in common: by size, orientation and what a cluster shares."""
+    shapes = model_shapes(tiles)
+    columns = (
+        np.log2(shapes.rows / 64), np.log2(shapes.columns / 64), np.log2(shapes.stage_k / 64) - 0.5,
+        shapes.swapped * 1.0, (shapes.share == 1) * 1.0, (shapes.share == 2) * 1.0,
+        np.array([float(tile.get("IN_TURN", 0)) for tile in tiles]),
+    )  # fmt: skip
+    return np.stack(columns, 1)
+
+
+def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model.Numbers:
+    """The numbers of all tiles of the table."""
+    trends = _trends(tiles)
+    begin = [math.log(one / (1 - one)) if name in _LOGITS else math.log(one) for name, one in time_model.SHARED.items()]
+    sizes = (len(begin), len(_SLOPES) * trends.shape[1])
+    centre = np.concatenate([begin, np.zeros(sizes[1] + len(tiles) * len(time_model.OWN))])
+    doubt = np.concatenate(
+        [list(_DOUBT_SHARED.values()), np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))]
+    )
+
+    def point(numbers: Array) -> _Point:
+        shared, common, own = np.split(numbers, np.cumsum(sizes))
+        return _Point(shared, common.reshape(len(_SLOPES), -1), own.reshape(len(tiles), -1))
+
+    def logarithms(numbers: Array) -> Array:
+        return np.log(predicted(times, point(numbers).numbers(trends), multiprocessors))
+
+    found = _least_squares(times, logarithms, centre, doubt, sum(sizes), len(time_model.OWN))
+    return point(found).numbers(trends)
+
+
+def _least_squares(
+    times: Times, logarithms: Callable[[Array], Array], centre: Array, doubt: Array, common: int, own: int
+) -> Array:
+    """The numbers. common: the numbers before those of the tiles, of which there are `own` each."""
+    places = np.arange(len(times.us))
+    weights = (_fastest(times)[times.product] / times.us) ** NEAR
+    of_product = np.bincount(times.product, weights)
+    measured = np.log(times.us)
+
+    def without_common(errors: Array) -> Array:
+        mean = np.bincount(times.product, weights * errors) / of_product
+        result: Array = errors - COMMON * mean[times.product]
+        return result
+
+    def evaluated(numbers: Array) -> tuple[Array, float]:
+        errors = without_common(logarithms(numbers) - measured) / NOISE
         size = np.abs(errors)
-        huber = np.where(size <= LINEAR_FROM, size**2, LINEAR_FROM * (2 * size - LINEAR_FROM))
-        return float((weights * huber).sum() + (((numbers - centre) / _DOUBT) ** 2).sum())
+        huber = np.where(size < LINEAR_FROM, size**2, LINEAR_FROM * (2 * size - LINEAR_FROM))
+        return errors, float((weights * huber).sum() + (((numbers - centre) / doubt) ** 2).sum())
+
+    def slopes(numbers: Array) -> npt.NDArray[np.float32]:
+        base = logarithms(numbers)
+        result = np.zeros((len(places), len(numbers)), np.float32)
+        for column in range(common):
+            moved = numbers.copy()
+            moved[column] += 1e-4
+            result[:, column] = without_common(logarithms(moved) - base) / 1e-4 / NOISE
+        means = np.zeros((len(of_product), len(numbers) - common), np.float32)
+        for column in range(own):  # a place has its tile's numbers alone
+            moved = numbers.copy()
+            moved[common + column :: own] += 1e-4
+            change = (logarithms(moved) - base) / 1e-4 / NOISE
+            columns = times.tile * own + column
+            result[places, common + columns] = change
+            np.add.at(means, (times.product, columns), weights / of_product[times.product] * change)
+        result[:, common:] -= np.float32(COMMON) * means[times.product]
+        return result
 
     numbers, damping = centre.copy(), 1e-2
-    errors = _errors(numbers, seen)
-    best = cost(errors, numbers)
+    errors, cost = evaluated(numbers)
     for _ in range(STEPS):
-        slopes = np.empty((len(seen), len(numbers)))
-        for place in range(len(numbers)):
-            moved = numbers.copy()
-            moved[place] += 1e-4
-            slopes[:, place] = (_errors(moved, seen) - errors) / 1e-4
-        held = weights * np.minimum(1.0, LINEAR_FROM / np.maximum(np.abs(errors), 1e-12))
-        curvature = slopes.T @ (held[:, None] * slopes) + np.diag(1 / _DOUBT**2)
-        gradient = slopes.T @ (held * errors) + (numbers - centre) / _DOUBT**2
-        step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
-        step = np.clip(step, -0.5, 0.5)
-        tried = _errors(numbers + step, seen)
-        value = cost(tried, numbers + step)
-        if value < best:
-            converged = best - value < 1e-7 * best
-            numbers, errors, best, damping = numbers + step, tried, value, max(damping / 3, 1e-9)
-            if converged:
+        held = weights * np.minimum(1.0, LINEAR_FROM / np.maximum(np.abs(errors), 1e-9))
+        jacobian = slopes(numbers)
+        weighted = jacobian * held[:, None].astype(np.float32)
+        curvature = (jacobian.T @ weighted).astype(np.float64) + np.diag(1 / doubt**2)
+        gradient = (weighted.T @ errors.astype(np.float32)).astype(np.float64) + (numbers - centre) / doubt**2
+        for _ in range(6):
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
+            moved = numbers + np.clip(step, -0.5, 0.5)
+            tried, value = evaluated(moved)
+            if value < cost:
                 break
-        else:
             damping *= 5
-            if damping > 1e8:
-                break
-    return _unpack(numbers)
-
-
-def fit(
-    seen: Mapping[tuple[str, str], Sequence[Observation]], tiles: Mapping[str, tuple[float, Iterable[str]]]
-) -> dict[str, dict[str, Coefficients]]:
-    """The numbers by tile label and class.
-
-    tiles: wave_us and the classes of each tile. What is expected of a class is what was fitted of the one that stands for it
-    in CLASSES, so that products of a kind that was seldom drawn begin from those of another.
-    """
-    found: dict[str, dict[str, Coefficients]] = {}
-    for label, (wave_us, kinds) in tiles.items():
-        own: dict[str, Coefficients] = {}
-        wanted = set(kinds)
-        for kind, places in CLASSES.items():
-            if kind in wanted:
-                expected = next((own[place] for place in places[1:] if place in own), start(wave_us))
-                # Numbers at the ends of what can be written down would have no logarithm.
-                expected = expected._replace(alone=min(max(expected.alone, 0.02), 0.98))
-                own[kind] = fit_one(seen.get((label, kind), ()), expected)
-        found[label] = own
-    return found
-
-
-def choice(product: Timed, fitted: Mapping[str, Mapping[str, Coefficients]]) -> str:
-    """The tile that the numbers predict to be fastest of those that were timed."""
-    return min(product.work, key=lambda label: time_us(fitted[label][product.kind], product.work[label]))
-
-
-def regrets(products: Iterable[Timed], chosen: Mapping[int, str]) -> list[float]:
-    """The chosen tile's time over the fastest one's, of each product. chosen: labels by place."""
-    return [product.time(chosen[place]) / product.fastest for place, product in enumerate(products)]
-
-
-def quality(seen: Mapping[tuple[str, str], Sequence[Observation]], fitted: Mapping[str, Mapping[str, Any]]) -> float:
-    """The weighted mean size of the error of a predicted time, as a logarithm."""
-    total = weight = 0.0
-    for (label, kind), some in seen.items():
-        for one in some:
-            total += one.weight * abs(math.log(time_us(fitted[label][kind], one.work) / one.us))
-            weight += one.weight
-    return total / weight
+        else:
+            return numbers
+        converged = cost - value < 1e-4 * cost
+        numbers, errors, cost, damping = moved, tried, value, max(damping / 4, 1e-7)
+        if converged:
+            break
+    return numbers

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from . import gemm_report, peers, records, shapes, timing
+from .gemm_record import LARGEST_ERROR, key, merged, sources
 from .operands import Operands
 from .shapes import Product
 
@@ -37,7 +38,6 @@ DEFAULT_PEERS = tuple(name for name in OTHER_PEERS if name not in ("cublaslt", "
 
 # How far a peer's result may be from cuBLAS's, as a norm over its first rows: whether it computed the same product at all.
 # The rounded nodes of a tree are what needs most of it.
-LARGEST_ERROR = 0.03
 COMPARED_ROWS = 256
 
 
@@ -154,30 +154,6 @@ def _show(row: dict[str, Any]) -> None:
         return
     times = "  ".join(f"{name.removesuffix('_us')} {row[name]:.2f}" for name in row if name.endswith("_us"))
     print(f"{what}  ratio {row['ratio']:.3f}  {times}  {row['tile']}", flush=True)
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """`Product.key` of a row."""
-    return row["name"], row["m"], row["op"], row["contract"], row["type"]
-
-
-def merged(
-    kept: list[dict[str, Any]], new: list[dict[str, Any]], layers: Iterable[shapes.Layer]
-) -> list[dict[str, Any]]:
-    """Rows kept and rows new, which replace them, in the order of the shapes file."""
-    rows = {key(row): row for row in (*kept, *new)}
-    place = {layer.name: index for index, layer in enumerate(layers)}
-    ops = {"forward": 0, "da": 1, "db": 2}
-    return sorted(
-        rows.values(),
-        key=lambda row: (row["type"], row["contract"], ops[row["op"]], place.get(row["name"], len(place)), row["m"]),
-    )
-
-
-def sources() -> list[Path]:
-    """What a row's time depends on here: the kernels, the tile tables and what reads them."""
-    folder = records.ROOT / "detkern" / "cu"
-    return [*records.product_sources(), folder / "geometry.py", folder / "time_model.py"]
 
 
 def _list(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import peers, records, shapes
 from .forced import contract_of, forced_call, tiles_of
-from .gemm import key, merged, sources
+from .gemm_record import key, merged, sources
 from .operands import POISON, Operands
 from .shapes import Product
 

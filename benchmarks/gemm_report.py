@@ -258,8 +258,13 @@ def plots(record: dict[str, Any], all_shapes: shapes.Shapes, folder: Path) -> li
         panels = [[model] for model in models if sum(layer.model == model for layer in all_shapes.layers) > 1]
         if rest := [model for model in models if [model] not in panels]:
             panels.append(rest)
-        figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
-        for axes, members in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        columns = min(len(panels), 3)
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(5 * columns, 4.2 * lines), layout="constrained")
+        places = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
+        for axes in places[len(panels) :]:
+            axes.set_visible(False)
+        for axes, members in zip(places, panels, strict=False):
             for layer in (layer for layer in all_shapes.layers if layer.model in members):
                 points = [(row["m"], row["ratio"]) for row in forward if row["name"] == layer.name]
                 axes.plot(
@@ -304,10 +309,13 @@ def _peer_means(forward: list[Row], all_shapes: shapes.Shapes, over_m: Callable[
             if (mean := _over((row for row in forward if row["m"] == m), f"{name}_us", "cublas_us")) is not None
         ]
         if points and name != "cublas":
-            style = {"linestyle": ":", "color": "black"} if name == "reference" else {"marker": "."}
+            style: dict[str, Any] = {"linestyle": ":", "color": "black"} if name == "reference" else {"marker": "."}
             axes.plot(*zip(*points, strict=True), label=PEERS.get(name, name), **style)
+    ticks = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 4]
     axes.set_yscale("log")
-    axes.set_ylabel("time over that of cuBLAS", fontsize=8)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7)
+    axes.set_yticks([], minor=True)
+    axes.set_ylabel("time over that of cuBLAS (1 = cuBLAS, lower is faster)", fontsize=8)
     over_m(axes, "geometric means over the shapes, forward")
     return figure
 

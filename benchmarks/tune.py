@@ -1,10 +1,11 @@
 """Choose the tiles of the tensor-core contracts on this GPU: `python -m benchmarks.tune [--seconds N] [--candidates N]`,
 or from the logs of runs on several GPUs of one model: `python -m benchmarks.tune --choose LOG LOG`.
 
-For every layer of shapes.toml and every m (forward), and at the training m for both gradients and the tree, all tiles, or
-those that the tables predict to be fastest, are timed in turn as timing.py does, and what was fastest is written to
-detkern/cu/tiles/tuned.json, which detkern/cu/tuned.py reads: data, with the GPU, the date and the command. Rows of the file
-that a run does not measure are kept.
+For every layer of shapes.toml at the training m of the tree (and, if asked for, at every m of forward and at the training m
+of both gradients), all tiles, or those that the tables predict to be fastest, are timed in turn as timing.py does, and what was
+fastest is written to detkern/cu/tiles/tuned.json, which detkern/cu/tuned.py reads: data, with the GPU, the date and the
+command. Rows of the file that a run does not measure are kept. On Hopper mma16 does not look here: its tiles are chosen by a
+model that benchmarks/fit.py fits.
 
 GPUs of one model, and runs on one GPU, differ by more than the best tiles do. So a table is best chosen from several logs:
 the tile whose time over the run's fastest is least in the geometric mean over the runs.
@@ -172,7 +173,7 @@ def _arguments() -> argparse.Namespace:
         "--choose", type=Path, nargs="+", metavar="LOG", help="measure nothing: choose from the logs of several runs"
     )
     parser.add_argument("--shapes", default="*", help="layers, as gemm.py takes them")
-    parser.add_argument("--what", default="forward,da,db,tree", help="of forward, da, db and tree")
+    parser.add_argument("--what", default="tree", help="of forward, da, db and tree (default)")
     parser.add_argument("--m", help="values of m, instead of all")
     parser.add_argument(
         "--candidates", type=int, help="tiles that are timed for each product, instead of all that can compute it"

@@ -20,7 +20,6 @@ from .errors import ArgumentError
 from .operations.bias_gradient.checks import plan_column_sum
 from .operations.block_scaled.checks import plan_block_scaled
 from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
-from .operations.table import operation_of
 from .plan import Planned
 from .tensors import dtype_argument
 
@@ -236,6 +235,8 @@ def explain(a: Any, b: Any, *operands: Any, **settings: Any) -> Explanation:
 
     Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that follow.
     """
+    from .operations.table import operation_of  # where it is asked: no call needs it
+
     function = a if callable(a) and not hasattr(a, "__dlpack__") else None
     given = (b, *operands) if function is not None else (a, b, *operands)
     (plan, m, shape), copies = rehearse(function or gemm, *given, **settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .operations.operation import Operands, Problem
+from .operations.problem import Operands, Problem
 from .tensors.execution import Execution
 from .tensors.view import Device, TensorView
 

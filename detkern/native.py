@@ -21,7 +21,7 @@ from .dtypes import BF16
 from .errors import DeviceError
 from .operations.gemm.problem import GemmProblem
 from .operations.matrix import Matrix
-from .operations.operation import Operands
+from .operations.problem import Operands
 from .tensors import Device, TensorView
 from .tensors.numpy import ndarray_of
 from .tensors.streams import cupy_runtime, cupy_stream

@@ -16,7 +16,7 @@ from . import registry
 from .backend import Backend, Execution, Implementation
 from .dtypes import F32, DType
 from .errors import ArgumentError, DTypeError, ShapeError
-from .operations.operation import Operands, Problem
+from .operations.problem import Operands, Problem
 from .plan_cache import PlanCache
 from .tensors import Device, TensorView, contiguous_strides
 from .tensors.overlap import self_overlapping

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .backend import Backend, Implementation
 from .contracts import Contract, default_contract
 from .dtypes import DType
 from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .operations.gemm.operation import GEMM
-from .operations.operation import Operation, Problem
-from .operations.table import OPERATIONS
+from .operations.problem import Problem
 from .requirements import TABLE, Row
 from .tensors import Device
+
+if TYPE_CHECKING:
+    from .operations.operation import Operation
 
 __all__ = [
     "TABLE",
@@ -66,6 +67,8 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
 
 def operations(backend: Backend) -> list[str]:
     """The names of the operations that a backend implements."""
+    from .operations.table import OPERATIONS  # where it is asked: no call needs it
+
     return [operation.name for operation in OPERATIONS if operation.problem in backend.implementations]
 
 
@@ -168,6 +171,8 @@ def computed(backend: Backend, operation: Operation[Any], device: Device) -> lis
 
 def offered(contract: Contract, dtype: DType, device: Device, name: str | None) -> bool:
     """Whether a backend that dispatch may choose, or the one named, computes products by a contract on a device."""
+    from .operations.gemm.operation import GEMM
+
     problem = GEMM.example(contract.name, dtype, device)
     for row in TABLE:
         if device.kind in row.devices if row.name == name else name is None and row.chosen_on(device.kind):

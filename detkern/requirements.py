@@ -152,11 +152,11 @@ def _dotted(capability: Capability) -> str:
     return "{}.{}".format(*capability)
 
 
-def named(pairs: Iterable[tuple[Contract, DType]]) -> str:
-    """Pairs of contract and type for people: "fma (f32, f16)"."""
+def named(pairs: Iterable[tuple[Contract | str, DType]]) -> str:
+    """Pairs of contract, or another variant of an operation, and type for people: "fma (f32, f16)"."""
     types: dict[str, list[str]] = {}
     for contract, dtype in pairs:
-        types.setdefault(contract.name, []).append(dtype.short)
+        types.setdefault(str(contract), []).append(dtype.short)
     return ", ".join(f"{name} ({', '.join(shorts)})" for name, shorts in types.items()) or "nothing"
 
 

@@ -192,7 +192,6 @@ def _run(
     b = call.views[1] if len(operands) > 1 else None
     planned = plan_rows(
         kind,
-        tuple(name for _, name in operands),
         a,
         b,
         width,

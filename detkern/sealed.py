@@ -7,6 +7,7 @@ that maps it, so it is read and compared before: about a millisecond for the lar
 from __future__ import annotations
 
 import hashlib
+import stat
 from pathlib import Path
 
 __all__ = ["damage", "is_sealed", "opened", "sealed"]
@@ -36,6 +37,9 @@ def opened(data: bytes) -> bytes | None:
 def damage(path: Path, may_be_unsealed: bool = False) -> str | None:
     """Why the file is not as it was sealed, naming it; or None."""
     try:
+        # A pipe would be waited for. A directory says so itself.
+        if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+            return f"{path} is no regular file"
         data = path.read_bytes()
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"

@@ -24,11 +24,13 @@ from detkern.cpu import compiled
 from detkern.dtypes import DTYPES
 from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DeviceError
 from detkern.operations.rows.problem import RowKind
+from detkern.operations.table import OPERATIONS
 
 HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {
     "detkern_capabilities": mirror.Capabilities,
     "detkern_device": mirror.Device,
+    "detkern_offer": mirror.Offer,
     "detkern_gemm_descriptor": mirror.GemmDescriptor,
     "detkern_block_scaled_descriptor": mirror.BlockScaledDescriptor,
     "detkern_column_sum_descriptor": mirror.ColumnSumDescriptor,
@@ -115,6 +117,14 @@ def test_codes_are_the_headers() -> None:
         assert codes.pop(contract.name.upper().replace("-", "_")) == contract.code
     for kind in RowKind:
         assert codes.pop(f"ROW_{kind.name}") == kind
+    described = [operation for operation in OPERATIONS if operation.descriptor is not None]
+    for operation in described:
+        assert operation.descriptor is not None
+        assert codes.pop(f"OPERATION_{operation.name.upper()}") == operation.descriptor.code
+        assert operation.descriptor.structure in STRUCTS.values()
+        assert set(operation.descriptor.variants) == set(operation.variants)
+        assert len(set(operation.descriptor.variants.values())) == len(operation.variants)
+    assert described == list(OPERATIONS)
     assert codes == {
         name: getattr(mirror, name)
         for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT", "TO_DEVICE", "TO_HOST")
@@ -135,31 +145,45 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 def test_missing_functions_and_other_versions_are_refused(tmp_path: Path) -> None:
     old = compile_library(tmp_path, "int32_t detkern_abi_version() { return 99; }", "old")
-    with pytest.raises(BackendUnavailable, match=f"ABI version 99, this detkern needs {mirror.ABI_VERSION}"):
+    with pytest.raises(
+        BackendUnavailable, match=f"ABI version 99, this detkern needs {mirror.ABI_VERSION} or 2; rebuild"
+    ):
         Library(old)
     partial = (
         "int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; } const char* detkern_last_error() { return 0; }"
     )
-    with pytest.raises(BackendUnavailable, match="no function detkern_gemm"):
+    with pytest.raises(BackendUnavailable, match="no function detkern_device_count"):
         Library(compile_library(tmp_path, partial, "partial"))
 
 
 STUB = """
+#ifndef FAULT
+#define FAULT 0
+#endif
 static const char* said = "";
 int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; }
 const char* detkern_last_error() { return said; }
 int32_t detkern_get_capabilities(detkern_capabilities* c) {
   if (c->size != sizeof *c) return DETKERN_INVALID;
   c->host_memory = 0;
-  c->gemm_offers = 1ull << (DETKERN_FMA * 8 + DETKERN_BF16);
   __builtin_strcpy(c->name, "stub");
   return DETKERN_OK;
 }
-int32_t detkern_gemm(const detkern_gemm_descriptor* d) { said = "told so"; return d->contract; }
-int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* d) { said = 0; return d->a_dtype; }
-int32_t detkern_column_sum(const detkern_column_sum_descriptor* d) { said = "no sum"; return d->operand_dtype; }
-int32_t detkern_rows(const detkern_row_descriptor* d) { said = "no row"; return d->kind; }
-int32_t detkern_gemm_scratch(const detkern_gemm_descriptor* d, uint64_t* n) { *n = 96; said = "how"; return d->contract; }
+int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* n) {
+  if (capacity) *offers = {DETKERN_OPERATION_GEMM, DETKERN_FMA, 1u << DETKERN_BF16};
+  *n = 1;
+  said = "none";
+  return FAULT;
+}
+int32_t detkern_run(uint32_t operation, const void* d) {
+  said = operation == 1 ? "told so" : 0;
+  return ((const detkern_gemm_descriptor*)d)->contract;
+}
+int32_t detkern_scratch(uint32_t operation, const void* d, uint64_t* n) {
+  *n = 96 * operation;
+  said = "how";
+  return ((const detkern_gemm_descriptor*)d)->contract;
+}
 int32_t detkern_device_count(int32_t* n) { *n = 3; return 0; }
 int32_t detkern_get_device(detkern_device* d) { d->units = 7; said = "no such"; return d->index; }
 int32_t detkern_allocate(int32_t device, uint64_t, void** p) { static char at[8]; *p = at; said = "full"; return device; }
@@ -170,9 +194,9 @@ int32_t detkern_copy(int32_t, void*, const void*, uint64_t n, int32_t) { said = 
 
 def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) -> None:
     library = Library(compile_library(tmp_path, STUB))
-    assert (library.name, library.host_memory, library.gemm_offers) == ("stub", False, {(1, 3)})
+    assert (library.name, library.host_memory, library.offers) == ("stub", False, {(1, 1, 3)})
     descriptor = mirror.described(mirror.GemmDescriptor)
-    library.gemm(descriptor)
+    library.run(1, descriptor)
     for status, error in (
         (mirror.INVALID, ArgumentError),
         (mirror.UNSUPPORTED, ContractUnsupported),
@@ -181,22 +205,12 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
         (77, DeviceError),
     ):
         descriptor.contract = status
-        with pytest.raises(error, match=rf"detkern_gemm: .*\({status}\): told so"):
-            library.gemm(descriptor)
-        block_scaled = mirror.described(mirror.BlockScaledDescriptor)
-        block_scaled.a_dtype = status
-        with pytest.raises(error, match=r"detkern_block_scaled_gemm: .*: no message"):
-            library.block_scaled_gemm(block_scaled)
-        column_sum = mirror.described(mirror.ColumnSumDescriptor)
-        column_sum.operand_dtype = status
-        with pytest.raises(error, match=rf"detkern_column_sum: .*\({status}\): no sum"):
-            library.column_sum(column_sum)
-        rows = mirror.described(mirror.RowDescriptor)
-        rows.kind = status
-        with pytest.raises(error, match=rf"detkern_rows: .*\({status}\): no row"):
-            library.rows(rows)
-        with pytest.raises(error, match=rf"detkern_gemm_scratch: .*\({status}\): how"):
-            library.gemm_scratch(descriptor)
+        with pytest.raises(error, match=rf"detkern_run of a GemmDescriptor: .*\({status}\): told so"):
+            library.run(1, descriptor)
+        with pytest.raises(error, match=r"detkern_run of a GemmDescriptor: .*: no message"):
+            library.run(2, descriptor)
+        with pytest.raises(error, match=rf"detkern_scratch of a GemmDescriptor: .*\({status}\): how"):
+            library.scratch(1, descriptor)
         with pytest.raises(error, match=rf"detkern_get_device: .*\({status}\): no such"):
             library.device(status)
         with pytest.raises(error, match=rf"detkern_allocate: .*\({status}\): full"), library.memory(status, 8):
@@ -204,7 +218,9 @@ def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) ->
         with pytest.raises(error, match=rf"detkern_copy: .*\({status}\): lost"):
             library.copy(0, 1, 1, status, mirror.TO_DEVICE)
     descriptor.contract = 0
-    assert (library.gemm_scratch(descriptor), library.device_count(), library.device(0).units) == (96, 3, 7)
+    assert (library.scratch(2, descriptor), library.device_count(), library.device(0).units) == (192, 3, 7)
+    with pytest.raises(DeviceError, match=r"detkern_offers: device fault \(4\): none"):
+        Library(compile_library(tmp_path, "#define FAULT 4\n" + STUB, "faulty"))
 
 
 def test_the_key_covers_sources_flags_and_cpu_but_not_the_compiler(

@@ -77,8 +77,10 @@ def test_without_a_gpu_it_says_one_sentence(
 ) -> None:
     monkeypatch.setattr(host_time.timing, "missing", lambda: "there is no CUDA device")
     monkeypatch.setattr(sys, "argv", ["host_time", "--output", str(tmp_path)])
-    assert host_time.main() == 2
-    assert capsys.readouterr().out == "nothing to measure with: there is no CUDA device\n"
+    with pytest.raises(SystemExit) as ended:
+        host_time.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "cannot run here: there is no CUDA device\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -125,7 +125,7 @@ def test_a_run_writes_the_file_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatc
     path, log = tmp_path / "tuned.json", tmp_path / "log"
     kept = {"contract": "mma16", "loads": "KK", "n": 7, "k": 9, "tiles": [[1, "kept"]]}
     path.write_text(json.dumps({"rows": [kept]}))
-    monkeypatch.setattr(sys, "argv", ["tune", "--output", str(path), "--log", str(log)])
+    monkeypatch.setattr(sys, "argv", ["tune", "--output", str(path), "--log", str(log), "--what", "forward,da,db,tree"])
     assert tune.main() == 0
     content = json.loads(path.read_text())
     assert (content["gpu"], content["multiprocessors"]) == ("Made-up GPU", 132)

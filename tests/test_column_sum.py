@@ -274,7 +274,7 @@ def test_the_library_checks_descriptors_itself() -> None:
     problem = column_sum_problem(view((2, 2), (2, 1)), view((2,), (1,)), False)
     good = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptors(problem)[0][0])
     good.dc, good.out = dc.ctypes.data, out.ctypes.data
-    library.column_sum(good)
+    library.run(3, good)
     assert out.tolist() == [2, 2]
     wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (ArgumentError, {"size": 8}),
@@ -293,8 +293,8 @@ def test_the_library_checks_descriptors_itself() -> None:
         out[...] = 7
         for name, value in fields.items():
             setattr(bad, name, value)
-        with pytest.raises(error, match="detkern_column_sum"):
-            library.column_sum(bad)
+        with pytest.raises(error, match="detkern_run of a ColumnSumDescriptor"):
+            library.run(3, bad)
         assert out.tolist() == [7, 7]
 
 

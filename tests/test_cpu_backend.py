@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from detkern import config, operands
+import detkern
+from detkern import config, operands, plan
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.descriptors import gemm_descriptors
@@ -28,6 +29,7 @@ from detkern.operations.block_scaled.problem import BlockScaledProblem, block_sc
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.table import OPERATIONS
 from detkern.tensors import Device, TensorView
 
 CPU = Device("cpu")
@@ -104,7 +106,16 @@ def native_library() -> Library:
 
 
 def test_the_library_offers_every_pair(native_library: Library) -> None:
-    assert native_library.gemm_offers == {(contract.code, dtype.code) for contract, dtype in PAIRS}
+    assert {tuple(pair) for code, *pair in native_library.offers if code == 1} == {
+        (contract.code, dtype.code) for contract, dtype in PAIRS
+    }
+    assert native_library.offers == {
+        operation.descriptor.offer(variant, dtype)
+        for operation in OPERATIONS
+        if operation.descriptor is not None
+        for variant, dtypes in operation.variants.items()
+        for dtype in dtypes
+    }
     assert native_library.host_memory
 
 
@@ -316,6 +327,21 @@ def test_what_would_run_names_the_kernel_and_the_tile(native_library: Library, m
     assert backend.BACKEND.implementations[GemmProblem].explain(problem_of(FMA, F32, F32)).name == "numpy fma"
 
 
+def test_the_replay_serves_what_the_library_lacks(native_library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = operands.generate("normal", BF16, (5, 40), 1), operands.generate("normal", BF16, (40, 6), 2)
+    ran: list[int] = []
+    monkeypatch.setattr(Library, "run", lambda library, operation, launch: ran.append(operation))
+    monkeypatch.setattr(native_library, "offers", native_library.offers - {(1, MMA16.code, BF16.code)})
+    plan.forget_plans()
+    want = numpy_replay.gemm(MMA16, a, b, out_dtype=BF16)
+    assert differing(detkern.gemm(a, b, contract="mma16"), want) == 0
+    assert not ran
+    assert detkern.explain(a, b, contract="mma16").kernel == "numpy mma16"
+    detkern.gemm(a, b, contract="tree")
+    assert ran == [1]
+    plan.forget_plans()
+
+
 def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Library) -> None:
     assert native_library.device_count() == 1
     assert native_library.device(0).name.decode().startswith("CPU, ")
@@ -328,7 +354,7 @@ def test_the_library_is_one_device_whose_memory_is_the_hosts(native_library: Lib
         native_library.copy(0, back.ctypes.data, pointer, data.nbytes, mirror.TO_HOST)
     assert (back == data).all()
     template = gemm_descriptors(problem_of(TREE, BF16, BF16))[0][0]
-    assert native_library.gemm_scratch(mirror.GemmDescriptor.from_buffer_copy(template)) == 0
+    assert native_library.scratch(1, mirror.GemmDescriptor.from_buffer_copy(template)) == 0
     with pytest.raises(DeviceError, match="no memory for"), native_library.memory(0, 1 << 62):
         pass
 
@@ -339,7 +365,7 @@ def test_the_library_checks_descriptors_itself(native_library: Library) -> None:
     good.a = good.b = a.ctypes.data
     out = np.zeros((2, 2), np.float32)
     good.out = out.ctypes.data
-    native_library.gemm(good)
+    native_library.run(1, good)
     assert (out == 2).all()
     for error, fields in (
         (ArgumentError, {"size": 8}),
@@ -362,7 +388,7 @@ def test_the_library_checks_descriptors_itself(native_library: Library) -> None:
         for name, value in fields.items():
             setattr(bad, name, value)
         with pytest.raises(error):
-            native_library.gemm(bad)
+            native_library.run(1, bad)
         assert (out == 7).all()
 
 

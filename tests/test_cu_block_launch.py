@@ -16,7 +16,7 @@ from detkern.cu.block_launch import BlockPlan, BlockRun, launch
 from detkern.dtypes import F32
 from detkern.errors import BuildError
 from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
-from detkern.operations.operation import Operands
+from detkern.operations.problem import Operands
 from detkern.tensors import Device, TensorView
 
 

@@ -64,6 +64,9 @@ REGISTERS = {
     ("fma", "128x128x8"): 255,
     ("fma", "64x64x16"): 128,
     ("fma", "32x128x16"): 128,
+    ("fma_narrow", "8x16x128"): 128,
+    ("fma_narrow", "16x32x64"): 168,
+    ("fma_narrow", "32x32x64"): 168,
     ("tree", "128x128x8"): 255,
     ("tree", "64x64x16"): 128,
     ("mma", "128x256x64"): 255,
@@ -140,6 +143,10 @@ def _cases() -> Iterator[Case]:
             number += 1
             tile = fitting[0] if contract == LARGEST_ON.get(architecture) else gathering(fitting)
             yield Case(architecture, contract, operand, tile, turn(tile))
+            if contract == FMA:
+                narrow = [tile for tile in fitting if tile.table == "fma_narrow"]
+                tile = narrow[number % len(narrow)]
+                yield Case(architecture, contract, (F32, BF16)[number // 3 % 2], tile, turn(tile))
 
 
 def gathering(tiles: list[Tile]) -> Tile:
@@ -226,6 +233,33 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
         _check_instruction(name)
     if case.tile.table == "mma_wgmma":
         _check_loops(case.tile, code)
+    if case.tile.table == "fma_narrow":
+        _check_narrow_loop(case, code)
+
+
+def _check_narrow_loop(case: Case, code: str) -> None:
+    """fma_narrow.cu's loop over stages: one fused multiply-add an output and k, the fragments in whole vectors, one barrier,
+    hardly anything else but the conversions of 16-bit operands; no copy."""
+    tile, size = case.tile, case.operand.itemsize
+    places = {match[1]: match.start() for match in re.finditer(r"^(\.L_x_\d+):", code, re.MULTILINE)}
+    backward = (
+        code[places[match[1]] : match.end()]
+        for match in re.finditer(r"BRA `\((\.L_x_\d+)\)", code)
+        if places[match[1]] < match.start()
+    )
+    loop = _instructions(next(body for body in backward if "FFMA" in body))
+    rows = {0: tile["TILE_M"] // (4 * tile["WARPS_M"]), 1: tile["TILE_N"] // (8 * tile["WARPS_N"])}
+    multiplies = tile["TILE_K"] * rows[0] * rows[1]
+    reads = sum(
+        count * tile["TILE_K"] * size // 16 if load == Load.K_MAJOR else tile["TILE_K"]
+        for count, load in zip(rows.values(), case.loads, strict=True)
+    )
+    conversions = 0 if size == 4 else tile["TILE_K"] * sum(rows.values())
+    assert sum(name.startswith("FFMA") for name in loop) == multiplies
+    assert sum(name.startswith("LDS") for name in loop) == reads
+    assert sum(name.startswith("BAR") for name in loop) == 1
+    assert not any(name.startswith("LDGSTS") for name in loop)
+    assert len(loop) <= multiplies + reads + 1.05 * conversions + 24
 
 
 def _check_loops(tile: Tile, code: str) -> None:

@@ -1,92 +1,99 @@
-"""The model of a tile's time: what it says of rounds, of what is left, and of memory; and how the tables bring its numbers."""
+"""The model of a tile's time: its limits, what it must not do off the sizes that it was fitted to, and its stored numbers."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
-from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from detkern.contracts import MMA16
-from detkern.cu import geometry
-from detkern.cu.time_model import CLASSES, Coefficients, Work, coefficients_of, time_us
-from detkern.dtypes import BF16, F32, DType
-from detkern.operations.gemm.problem import GemmProblem, gemm_problem
-from detkern.tensors import Device, TensorView
+from detkern.cu import geometry, time_model
+from detkern.cu.time_model import OWN, SHARED, Numbers, Product, TileShapes, prepare, times_us
+from detkern.dtypes import BF16
 
-NUMBERS = Coefficients(fixed_us=2.0, tile_us=1.0, wave_us=10.0, alone=0.5, memory=1.2)
-
-
-def _problem(m: int, n: int, k: int, out: DType = BF16) -> GemmProblem:
-    device = Device("cuda", 0)
-    return gemm_problem(
-        MMA16, TensorView(256, (m, k), (k, 1), BF16, device), TensorView(256, (k, n), (1, k), BF16, device),
-        TensorView(256, (m, n), (n, 1), out, device), None, False,
-    )  # fmt: skip
+KK = (True, True)
+TABLE = [tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
+SHAPES = geometry.model_shapes(TABLE)
+STORED = time_model.numbers(tuple(map(str, TABLE)))
 
 
-def test_whole_rounds_and_what_is_left() -> None:
-    def of(tiles: int, k: float = 4096.0) -> float:
-        return time_us(NUMBERS, Work(tiles, 100, k, 0.0))
-
-    assert of(100) == pytest.approx(2 + 11)
-    assert of(300) == pytest.approx(2 + 3 * 11)
-    assert of(100, 8192.0) == pytest.approx(2 + 21)
-    # A round that is half full takes between what one CTA alone takes and a whole one.
-    assert of(50) == pytest.approx(2 + 0.75 * 11)
-    assert of(350) == pytest.approx(2 + 3.75 * 11)
-    assert of(1) == pytest.approx(2 + 0.505 * 11)
-    assert time_us(NUMBERS, Work(0, 100, 4096.0, 0.0)) == 2.0
+def _plain(count: int) -> Numbers:
+    return Numbers(SHARED, {name: np.full(count, one) for name, one in OWN.items()})
 
 
-def test_memory_where_it_takes_longer() -> None:
-    waiting = time_us(NUMBERS, Work(1, 100, 16.0, 100.0))
-    assert waiting == pytest.approx(2 + 120, rel=1e-3)
-    # About as long as computing each holds the other up.
-    both = time_us(NUMBERS, Work(100, 100, 4096.0, 11 / 1.2))
-    assert both == pytest.approx(2 + 11 * 2 ** (1 / 4))
-    assert time_us(NUMBERS, Work(100, 100, 4096.0, 5.0)) < time_us(NUMBERS, Work(100, 100, 4096.0, 6.0))
+def _times(
+    m: int, n: int, k: int, multiprocessors: int = 132, numbers: Numbers = STORED, **about: int
+) -> npt.NDArray[np.float64]:
+    product = Product(n, k, KK, (False, False), False, False, **about)
+    return times_us(prepare(SHAPES, numbers, product, multiprocessors), m)
 
 
-def test_classes_stand_for_one_another() -> None:
-    found = dict(coefficients_of({"KK": list(NUMBERS), "MM": [1.0, 1.0, 20.0, 0.5, 1.0]}))
-    assert set(found) == set(CLASSES)
-    assert found["KK"] == found["KM"] == found["KKf"] == NUMBERS
-    assert found["MM"].wave_us == found["MMf"].wave_us == found["MK"].wave_us == 20.0
-    assert dict(coefficients_of({"MM": list(NUMBERS)})).keys() == {"MM", "MK", "MKf", "MMf"}
-    assert coefficients_of({}) == ()
-    with pytest.raises(ValueError, match="SK"):
-        coefficients_of({"SK": list(NUMBERS)})
+def test_every_tile_has_numbers_and_no_other_has() -> None:
+    content = json.loads(time_model._FILE.read_text())
+    assert content["own"] == list(OWN)
+    assert set(content["shared"]) == set(SHARED)
+    assert set(content["tiles"]) == {str(tile) for tile in TABLE}
+    for row in content["tiles"].values():
+        own = dict(zip(OWN, row, strict=True))
+        assert min(own["step"], own["tile"], own["fixed"], own["memory"]) > 0
+    for name in ("pair", "shared_a", "shared_b", "alone"):
+        assert 0 < content["shared"][name] < 1
 
 
-def test_work_is_what_is_launched() -> None:
-    tiles = {str(tile): tile for tile in geometry.tiles_for(MMA16, BF16)}
-    tile = tiles["128x128x64x6"]
-    problem = _problem(1000, 4096, 512)
-    found = geometry.work(problem, tile, 131)
-    assert (found.tiles, found.at_once, found.k) == (8 * 32, 130, 512.0)  # in pairs
-    assert found.memory_us == pytest.approx(2 * (1000 * 512 + 4096 * 512 + 1000 * 4096) / 4.3e6)
-    wide = geometry.work(_problem(1000, 4096, 512, F32), tile, 131)
-    assert wide.memory_us - found.memory_us == pytest.approx(2 * 1000 * 4096 / 4.3e6)
-    assert geometry.work(_problem(100, 4096, 512), tile, 131).at_once == 131
-    assert geometry.work(_problem(300, 4096, 512), tiles["128x128x64x6 b shared"], 132).tiles == 4 * 32
-    assert geometry.work(_problem(1000, 4096, 4104), tile, 132).k == pytest.approx(1.6 * 4104)
-    assert geometry.time_class(problem) == "KK"
-    assert geometry.time_class(_problem(1000, 4096, 512, F32)) == "KKf"
+def test_a_tile_without_numbers_has_those_expected() -> None:
+    numbers = time_model.numbers(("1x2x3x4", str(TABLE[0])))
+    assert [numbers.own[name][0] for name in OWN] == list(OWN.values())
+    assert numbers.own["step"][1] == STORED.own["step"][0]
 
 
-def test_a_table_with_numbers_predicts_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(geometry.__file__).parent / "tiles"
-    row = json.loads((folder / "mma_wgmma.json").read_text())[0]
-    row.pop("time", None)
-    (tmp_path / "new.json").write_text(json.dumps([row | {"time": {"KK": list(NUMBERS)}}, row]))
-    monkeypatch.setattr(geometry, "_TABLES", tmp_path)
-    with_numbers, without = geometry._table("new")
-    assert with_numbers.macros == without.macros
-    assert hash(with_numbers) != hash(without)
-    problem = _problem(4096, 4096, 4096)
-    predicted = geometry.predicted_us(problem, with_numbers, 132)
-    assert predicted == time_us(NUMBERS, geometry.work(problem, with_numbers, 132))
-    assert predicted != geometry.predicted_us(problem, without, 132)
-    assert math.isfinite(geometry.predicted_us(problem, without, 132))
+@pytest.mark.parametrize("numbers", [STORED, _plain(len(TABLE))], ids=["stored", "expected"])
+def test_times_are_finite_and_grow_with_k_and_m(numbers: Numbers) -> None:
+    for n, multiprocessors in itertools.product((8, 1000, 4096, 128_256), (132, 114, 16)):
+        for k in (8, 100, 4096, 60_000):
+            found = np.array([_times(m, n, k, multiprocessors, numbers) for m in (1, 64, 1024, 16_384, 200_000)])
+            assert np.all(np.isfinite(found))
+            assert np.all(found > 0)
+            assert np.all(found[1:] > 0.85 * found[:-1]), "more rows take no less, but for a slope's few per cent"
+        for m in (1, 100, 5000):
+            more = np.array([_times(m, n, k, multiprocessors, numbers) for k in (64, 1024, 16_384, 60_032)])
+            assert np.all(more[1:] > 0.85 * more[:-1])
+
+
+def test_no_time_is_below_what_memory_and_the_products_take() -> None:
+    """At 4.9 TB/s and 132 x 4096 products a cycle at 1.98 GHz, which no H200 exceeds."""
+    for m, n, k in itertools.product((1, 128, 4096), (1024, 8192), (4096, 16_384)):
+        least = max(2e-6 * (m * k + n * k + m * n) / 4.9, m * n * k / (132 * 4096 * 1980))
+        assert np.min(_times(m, n, k)) > 0.9 * least
+
+
+def test_fewer_multiprocessors_take_longer_and_a_batch_is_as_many_products() -> None:
+    for m, n, k in ((4096, 4096, 4096), (100, 8192, 1024)):
+        assert np.all(_times(m, n, k, 66) > 0.95 * _times(m, n, k, 132))
+        assert np.min(_times(m, n, k, 66)) > np.min(_times(m, n, k, 132))
+        once, batch = _times(m, n, k), _times(m, n, k, batch=8)
+        assert np.all(batch > once)
+        assert np.all(batch < 8.5 * once)
+
+
+def test_one_m_and_many_at_once_are_the_same() -> None:
+    """The choice takes shortcuts that the fit does not."""
+    four = ((True, True), (True, False), (False, True), (False, False))
+    for n, k, loads in itertools.product((8, 520, 4096), (72, 4096), four):
+        product = Product(n, k, loads, (False, True), True, True)
+        prepared = prepare(SHAPES, STORED, product, 132)
+        for m in (1, 16, 64, 65, 256, 257, 5000):
+            many = times_us(prepared, np.full(len(TABLE), float(m)))
+            assert times_us(prepared, m) == pytest.approx(many, rel=1e-9)
+
+
+def test_a_swapped_tile_has_the_transposes_rows() -> None:
+    """A swapped 128 x 64 takes as many units for 64 tokens as the plain one for 64 columns, and weights by 128."""
+    rows, columns, stage_k, share, band = (np.array([one, one], dtype=float) for one in (128, 64, 64, 0, 16))
+    shape = TileShapes(rows, columns, stage_k, share, band, np.array([False, True]), np.zeros(2, dtype=bool))
+    expected = _plain(2)
+    plain = times_us(prepare(shape, expected, Product(640, 4096, KK, (False, False), False, False), 132), 1280)[0]
+    swapped = times_us(prepare(shape, expected, Product(1280, 4096, KK, (False, False), False, False), 132), 640)[1]
+    assert swapped == pytest.approx(plain, rel=1e-9)

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from golden.record import FOLDER, Case, cases, host_operands
+from golden.record import FOLDER, Case, cases, host_operands, operation_digests, operation_samples
 
 import detkern
 from detkern import operands
 from detkern.contracts import CONTRACTS
+from detkern.operations.operation import replayed
+from detkern.operations.table import OPERATIONS
 
 RECORDS = sorted(FOLDER.glob("*.json"))
 
@@ -24,6 +27,18 @@ def _replayed(case: Case) -> str:
         out_dtype=None if case.accumulate else case.out,
     )  # fmt: skip
     return operands.digest(result)
+
+
+def test_every_operation_has_samples_and_the_replay_their_bits() -> None:
+    """What a GPU's digests are compared with, where a record has them (those of the operations were recorded later)."""
+    computed = operation_digests(np.array, np.asarray, "cpu")
+    assert len(computed) == len({key for key, *_ in operation_samples()})
+    assert {key.split()[0] for key in computed} == {v for o in OPERATIONS for v in o.variants if v not in CONTRACTS}
+    for key, _, operation, sample in operation_samples():
+        assert operands.digest(replayed(operation, sample)) == computed[key], key
+    for record in RECORDS:
+        recorded = _read(record).get("operations", {})
+        assert {key: digest for key, digest in recorded.items() if computed.get(key) != digest} == {}
 
 
 def _read(record: Path) -> dict[str, Any]:

@@ -72,10 +72,10 @@ def run(
     descriptor.a, descriptor.b, descriptor.out = (v.pointer for v in views)
     descriptor.bias = None if bias is None else bias.data.ptr
     descriptor.stream = cupy.cuda.get_current_stream().ptr
-    size = library.gemm_scratch(descriptor)
+    size = library.scratch(1, descriptor)
     scratch = cupy.empty(size, np.uint8)
     descriptor.scratch, descriptor.scratch_bytes = scratch.data.ptr, size
-    library.gemm(descriptor)
+    library.run(1, descriptor)
     cupy.cuda.get_current_stream().synchronize()
     return out
 
@@ -157,9 +157,8 @@ def test_the_bias_gradient(library: Library, dtype: DType) -> None:
         want = detkern.bias_gradient(dc, backend="cuda")
         out = empty(want)
         problem = column_sum_problem(view(dc), view(out), False)
-        ((template, _),) = column_sum_descriptors(problem)
-        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(template)
+        descriptor = mirror.ColumnSumDescriptor.from_buffer_copy(column_sum_descriptors(problem)[0][0])
         descriptor.dc, descriptor.out = dc.data.ptr, out.data.ptr
-        library.column_sum(descriptor)
+        library.run(3, descriptor)
         cupy.cuda.Device().synchronize()
         assert (bits(out) == bits(want)).all(), (kind, shape)

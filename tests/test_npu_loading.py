@@ -30,7 +30,7 @@ from detkern.operations.gemm import operation as cases
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.operation import Sample
-from detkern.tensors import Device, adapter
+from detkern.tensors import Device, lookup
 from detkern.tensors import torch as torch_module
 
 CPU = Device("cpu")
@@ -66,15 +66,18 @@ int32_t detkern_abi_version() { return ABI; }
 const char* detkern_last_error() { return "the device fell off the bus"; }
 int32_t detkern_get_capabilities(detkern_capabilities* c) {
   c->host_memory = HOST;
-  c->gemm_offers = 1ull << (DETKERN_FMA * 8 + DETKERN_F16);
   strcpy(c->name, "stub\\xff");  // not UTF-8
   return 0;
 }
-int32_t detkern_gemm(const detkern_gemm_descriptor*) { return FAULT; }
-int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor*) { return DETKERN_UNSUPPORTED; }
-int32_t detkern_column_sum(const detkern_column_sum_descriptor*) { return FAULT; }
-int32_t detkern_rows(const detkern_row_descriptor*) { return DETKERN_UNSUPPORTED; }
-int32_t detkern_gemm_scratch(const detkern_gemm_descriptor*, uint64_t* n) { *n = 0; return 0; }
+int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* n) {
+  const detkern_offer all[] = {{DETKERN_OPERATION_GEMM, DETKERN_FMA, 1u << DETKERN_F16},
+                               {DETKERN_OPERATION_BIAS_GRADIENT, 0, 1u << DETKERN_F16}};
+  memcpy(offers, all, capacity * sizeof *all);
+  *n = 2;
+  return 0;
+}
+int32_t detkern_run(uint32_t, const void*) { return FAULT; }
+int32_t detkern_scratch(uint32_t, const void*, uint64_t* n) { *n = 0; return 0; }
 int32_t detkern_device_count(int32_t* n) { *n = 2; return 0; }
 int32_t detkern_get_device(detkern_device* d) { strcpy(d->name, "stub card"); d->driver[0] = 0; return 0; }
 int32_t detkern_allocate(int32_t, uint64_t n, void** p) { *p = calloc(n + 1, 1); return 0; }
@@ -111,8 +114,8 @@ def test_what_cannot_be_loaded_is_said(backend: Any, monkeypatch: pytest.MonkeyP
         (tmp_path / "nowhere.so", r"nowhere\.so cannot be loaded: No such file"),
         (tmp_path, "cannot be loaded"),
         (garbage, r"garbage\.so cannot be loaded"),
-        (stub(tmp_path, without="detkern_column_sum"), "has no function detkern_column_sum; it is no detkern library"),
-        (stub(tmp_path, abi=old), f"ABI version {old}, this detkern needs {mirror.ABI_VERSION}; rebuild"),
+        (stub(tmp_path, without="detkern_scratch"), "has no function detkern_scratch; it is no detkern library"),
+        (stub(tmp_path, abi=old), f"ABI version {old}, this detkern needs {mirror.ABI_VERSION} or 2; rebuild"),
         (stub(tmp_path, host=0), f"takes memory of {backend.name} devices, not host memory"),
     ):
         monkeypatch.setenv(variable, str(path))
@@ -163,10 +166,12 @@ def test_an_error_of_the_library_comes_with_its_words(
     for fault, error in ((mirror.DEVICE_FAULT, detkern.DeviceError), (mirror.INVALID, detkern.ArgumentError)):
         monkeypatch.setenv(backend.platform.variable, str(stub(tmp_path, fault=fault)))
         out = np.full((5, 6), 7, np.float32)
-        with pytest.raises(error, match=rf"detkern_gemm: .*\({fault}\): the device fell off the bus"):
+        with pytest.raises(
+            error, match=rf"detkern_run of a GemmDescriptor: .*\({fault}\): the device fell off the bus"
+        ):
             detkern.gemm(A, B, contract="fma", backend=backend.name, out=out)
         assert (out == 7).all()
-        with pytest.raises(error, match=r"detkern_column_sum: .*the device fell off the bus"):
+        with pytest.raises(error, match=r"detkern_run of a ColumnSumDescriptor: .*the device fell off the bus"):
             detkern.bias_gradient(A, backend=backend.name)
 
 
@@ -184,17 +189,15 @@ def test_the_libraries_check_descriptors_themselves(monkeypatch: pytest.MonkeyPa
     for backend in (musa.BACKEND, ascend.BACKEND):
         monkeypatch.setenv(backend.platform.variable, str(library_path(backend.name)))
         library = find_library(backend.platform, on_host=True)
-        block_scaled = mirror.described(mirror.BlockScaledDescriptor)
-        with pytest.raises(detkern.ContractUnsupported, match="no kernel for fp8-block128"):
-            library.block_scaled_gemm(block_scaled)
-        with pytest.raises(detkern.ContractUnsupported, match="no kernel for row operations"):
-            library.rows(mirror.described(mirror.RowDescriptor))
+        for code, absent in ((2, mirror.BlockScaledDescriptor), (4, mirror.RowDescriptor), (99, mirror.RowDescriptor)):
+            with pytest.raises(detkern.ContractUnsupported, match=f"no kernel for operation {code}"):
+                library.run(code, mirror.described(absent))
         good = mirror.described(mirror.GemmDescriptor)
         good.contract, good.operand_dtype, good.out_dtype = 1, F16.code, F16.code
         good.m = good.n = good.k = 1
         data = np.ones(1, np.float16)
         good.a = good.b = good.out = data.ctypes.data
-        library.gemm(good)
+        library.run(1, good)
         for error, fields in (
             (detkern.ArgumentError, {"size": 8}),
             (detkern.ContractUnsupported, {"contract": 2}),
@@ -210,14 +213,14 @@ def test_the_libraries_check_descriptors_themselves(monkeypatch: pytest.MonkeyPa
             for name, value in fields.items():
                 setattr(bad, name, value)
             with pytest.raises(error):
-                library.gemm(bad)
+                library.run(1, bad)
         with pytest.raises(detkern.DeviceError):
             library.device(7)
     tree = mirror.GemmDescriptor.from_buffer_copy(good)
     tree.contract, tree.k = 4, 64
     monkeypatch.setenv("DETKERN_MUSA_LIBRARY", str(library_path("musa")))
     with pytest.raises(detkern.ArgumentError, match=r"\d+ bytes of scratch are needed, 0 were given"):
-        find_library(musa.PLATFORM, on_host=True).gemm(tree)
+        find_library(musa.PLATFORM, on_host=True).run(1, tree)
 
 
 def test_a_device_that_saturates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +273,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     kind, attribute, backend = request.param
     fake = fake_torch(kind, attribute)
     monkeypatch.setitem(sys.modules, "torch", fake)
-    monkeypatch.setattr(adapter, "_BY_TYPE", {})
+    monkeypatch.setattr(lookup, "_BY_TYPE", {})
     monkeypatch.setenv("DETKERN_EMULATE_DEVICE", "1")
     torch_module.torch_adapter.cache_clear()
     yield fake, backend
@@ -383,7 +386,7 @@ def test_one_differing_bit_refuses_the_contract(
     assert registry.computed(backend, GEMM, device) == []
     assert "differs from the CPU replay in" in backend.facts(device)["self-check of fma f16"]
     # What the table offers and this library lacks, and what the table does not offer.
-    with pytest.raises(detkern.ContractUnsupported, match=r"\.so has no tree for f16; it has nothing"):
+    with pytest.raises(detkern.ContractUnsupported, match=r"\.so has no tree for f16; it has bias_gradient \(f16\)"):
         detkern.gemm(a, b, contract="tree")
     with pytest.raises(detkern.ContractUnsupported, match=r"mma16 has no kernel here; \w+:1 has nothing"):
         detkern.gemm(a, b, contract="mma16")

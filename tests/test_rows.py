@@ -614,7 +614,7 @@ def test_the_library_checks_descriptors_itself() -> None:
     problem = row_problem(RowKind.SOFTMAX_BACKWARD, plain, plain, plain, 2)
     good = mirror.RowDescriptor.from_buffer_copy(row_descriptors(problem)[0][0])
     good.a, good.b, good.out = x.ctypes.data, y.ctypes.data, out.ctypes.data
-    library.rows(good)
+    library.run(4, good)
     assert out.tolist() == [[-1, -1], [-1, -1]]
     wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (ArgumentError, {"size": 8}),
@@ -636,8 +636,8 @@ def test_the_library_checks_descriptors_itself() -> None:
         out[...] = 7
         for name, value in fields.items():
             setattr(bad, name, value)
-        with pytest.raises(error, match="detkern_rows"):
-            library.rows(bad)
+        with pytest.raises(error, match="detkern_run of a RowDescriptor"):
+            library.run(4, bad)
         assert (out == 7).all()
 
 

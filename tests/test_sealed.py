@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,13 @@ def test_every_other_state_of_the_file_is_damage(tmp_path: Path) -> None:
     assert "its digest does not fit" in (damage(path, may_be_unsealed=True) or "")
     assert "cannot be read: No such file" in (damage(tmp_path / "nowhere") or "")
     assert "cannot be read: Is a directory" in (damage(tmp_path) or "")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # In another process: a fault here hangs.
+    asked = (
+        f"from pathlib import Path; from detkern.sealed import damage; print(damage(Path({str(tmp_path / 'pipe')!r})))"
+    )
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert said == f"{tmp_path / 'pipe'} is no regular file\n"

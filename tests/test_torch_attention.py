@@ -187,6 +187,10 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "no rows": ((2, 3, 0, 8), (2, 3, 4, 8), (2, 3, 4, 8), {}),
     "no sequences": (*[(0, 3, 4, 8)] * 3, {"is_causal": True}),
     "no heads": (*[(2, 0, 4, 8)] * 3, {}),
+    "no heads that are shared": (*[(2, 0, 4, 8)] * 3, {"enable_gqa": True, "is_causal": True}),
+    "a mask for all": (*[(3, 4, 8)] * 3, {"attn_mask": torch.tensor(True)}),
+    "a mask of keys": ((3, 6, 8), (1, 4, 8), (1, 4, 8), {"attn_mask": torch.tensor([0.5, -1.0, -torch.inf, 2.0])}),
+    "a boolean mask of keys": ((6, 8), (4, 8), (4, 8), {"attn_mask": torch.tensor([True, False, True, False])}),
     "no features": ((2, 3, 4, 0), (2, 3, 4, 0), (2, 3, 4, 8), {}),
     "no features of values": ((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 0), {}),
 }

@@ -296,6 +296,31 @@ def test_a_wrong_main_grad_changes_nothing() -> None:
     assert (made.weight.main_grad == 1).all()
 
 
+NO_PLACE = {
+    "no tensor": (lambda: "zeros", detkern.ArgumentError, "is no torch.Tensor but str"),
+    "another type": (lambda: torch.zeros(WIDTH, WIDTH, dtype=torch.float64), detkern.DTypeError, "is torch.float64"),
+    "another device": (lambda: torch.zeros(WIDTH, WIDTH, device="meta"), detkern.DeviceError, "is on meta"),
+    "sparse": (lambda: torch.zeros(WIDTH, WIDTH).to_sparse(), detkern.ArgumentError, "torch.sparse_coo"),
+    "recorded": (lambda: torch.zeros(WIDTH, WIDTH, requires_grad=True), detkern.ArgumentError, "requires grad"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_what_cannot_be_a_main_grad_is_refused_and_made_anew(name: str) -> None:
+    made = layer()
+    make, kind, said = NO_PLACE[name]
+    made.weight.main_grad = wrong = make()
+    with pytest.raises(kind, match=rf"^weight\.main_grad .*{said}"):
+        made(inputs())
+    with pytest.raises(kind, match=rf"^weight\.main_grad .*{said}"):
+        dt.main_grads_to_grad(made)
+    assert made.weight.grad is None
+    assert made.bias.grad is None
+    dt.zero_main_grads(made)
+    assert made.weight.main_grad is not wrong
+    assert same_bits(made.weight.main_grad, torch.zeros(WIDTH, WIDTH))
+
+
 class Tied(torch.nn.Module):
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -94,6 +94,28 @@ def test_gradients_of_compiled_functions_have_the_eager_bits_outside_of_the_mode
     assert same_bits(got[1], wanted[1])
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: 1 - x,
+        lambda x: 1 / x,
+        lambda x: x**2,
+        lambda x: 2.0**x,
+        lambda x: x ** x[0],
+        lambda x: x + x[0] * x,
+        lambda x: x * (1 << x.detach().int()),
+    ],
+    ids=["rsub", "rdiv", "pow", "rpow", "pow of a tensor", "broadcast", "shift"],
+)
+def test_operators_compile_with_their_gradients(operator: Any) -> None:
+    x, dy = (X.abs() + 0.5).requires_grad_(), torch.randn(X.shape)
+    plain = operator(x)
+    with batch_invariant_mode(strict=True):
+        compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)(x)
+    assert same_bits(compiled, plain)
+    assert torch.allclose(*(torch.autograd.grad(y, x, dy)[0] for y in (compiled, plain)))
+
+
 def test_a_mode_entered_in_the_compiled_function() -> None:
     def inside(x: Any, w: Any) -> Any:
         with batch_invariant_mode(contract="fma"):

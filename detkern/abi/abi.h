@@ -1,9 +1,19 @@
 /* The C ABI between detkern and its shared libraries: the CPU's (cpu/), MUSA's and Ascend's (npu/).
  *
- * A library exports every function at the end; for an op that it does not have, one that returns DETKERN_UNSUPPORTED and
- * says so. Every descriptor begins with its own size in bytes, so that a library can refuse one that it does not know.
- * Strides are in elements of the operand's own type and may be zero or negative; pointers give element [0, ..., 0] and may
- * have any alignment. abi/mirror.py repeats these types in ctypes. */
+ * A library exports every function at the end. detkern_offers says what it computes; detkern_run computes it. Strides
+ * are in elements of the operand's own type and may be zero or negative; pointers give element [0, ..., 0] and may have
+ * any alignment. abi/mirror.py repeats these types in ctypes.
+ *
+ * The ABI grows without a new version: a library and a detkern of different age serve each other with what both have.
+ * - A new operation is a new code of detkern_operation with a descriptor of its own; a new contract, kind of rows or
+ *   type is a new code. A library does not list a code that it does not know, and answers it with DETKERN_UNSUPPORTED.
+ * - A struct that begins with `size` grows by fields at its end. Zero in a new field means what was so without it. The
+ *   caller sets `size` to that of its own struct, which is at least that of version 3. A library that knows more fields
+ *   takes the missing ones as zero. One that knows fewer takes the descriptor where the others are zero, else answers
+ *   DETKERN_UNSUPPORTED; it fills in what it knows. abi/checks.h does this for every library.
+ * - Codes and fields are neither removed nor given another meaning.
+ * The version rises where that cannot be kept, where a function below changes, and where detkern needs a new one.
+ * Version 2 had a function for each operation and descriptors of one size; abi/version2.py calls its libraries. */
 #ifndef DETKERN_ABI_H
 #define DETKERN_ABI_H
 
@@ -13,7 +23,7 @@
 extern "C" {
 #endif
 
-#define DETKERN_ABI_VERSION 2
+#define DETKERN_ABI_VERSION 3
 #define DETKERN_MAX_BATCH_RANK 8
 #define DETKERN_MAX_SUM_RANK 62 /* more dimensions of two or more would be 2^63 rows */
 #define DETKERN_EXPORT __attribute__((visibility("default")))
@@ -33,6 +43,14 @@ enum detkern_contract {
   DETKERN_TREE = 4,
   DETKERN_TREE_MMA16 = 5,
   DETKERN_FP8_BLOCK128 = 6,
+};
+
+/* What detkern_run computes, each with its descriptor below. */
+enum detkern_operation {
+  DETKERN_OPERATION_GEMM = 1,              /* detkern_gemm_descriptor */
+  DETKERN_OPERATION_BLOCK_SCALED_GEMM = 2, /* detkern_block_scaled_descriptor */
+  DETKERN_OPERATION_BIAS_GRADIENT = 3,     /* detkern_column_sum_descriptor */
+  DETKERN_OPERATION_ROWS = 4,              /* detkern_row_descriptor */
 };
 
 /* The row operations; a backward one is its forward's value plus 5. */
@@ -66,10 +84,16 @@ enum detkern_copy_direction {
 typedef struct {
   uint64_t size;
   int32_t abi_version;
-  int32_t host_memory;  /* 1 where the pointers are host pointers */
-  uint64_t gemm_offers; /* bit (contract * 8 + dtype) is set where detkern_gemm takes that pair */
-  char name[64];        /* backend and build, for people */
+  int32_t host_memory; /* 1 where the pointers are host pointers */
+  char name[64];       /* backend and build, for people */
 } detkern_capabilities;
+
+/* One thing that the library computes. This struct never changes. */
+typedef struct {
+  uint32_t operation; /* detkern_operation */
+  uint32_t variant;   /* of products the contract, of row operations the kind, else 0 */
+  uint64_t dtypes;    /* bit d is set where operands may have type d */
+} detkern_offer;
 
 /* One device that the library sees; `size` and `index` are the caller's, the rest is filled in. */
 typedef struct {
@@ -104,7 +128,7 @@ typedef struct {
   void *out;
   const void *bias;
   void *stream;
-  void *scratch; /* detkern_gemm_scratch's bytes at a multiple of 256, until the stream's work so far has finished */
+  void *scratch; /* detkern_scratch's bytes at a multiple of 256, until the stream's work so far has finished */
   uint64_t scratch_bytes;
 } detkern_gemm_descriptor;
 
@@ -175,12 +199,13 @@ typedef struct {
 DETKERN_EXPORT int32_t detkern_abi_version(void);
 DETKERN_EXPORT const char *detkern_last_error(void);
 DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabilities);
-DETKERN_EXPORT int32_t detkern_gemm(const detkern_gemm_descriptor *descriptor);
-/* How much scratch memory detkern_gemm needs for a descriptor, whose pointers are not read. */
-DETKERN_EXPORT int32_t detkern_gemm_scratch(const detkern_gemm_descriptor *descriptor, uint64_t *bytes);
-DETKERN_EXPORT int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor *descriptor);
-DETKERN_EXPORT int32_t detkern_column_sum(const detkern_column_sum_descriptor *descriptor);
-DETKERN_EXPORT int32_t detkern_rows(const detkern_row_descriptor *descriptor);
+/* Writes the first `capacity` offers and the number of all. */
+DETKERN_EXPORT int32_t detkern_offers(detkern_offer *offers, uint64_t capacity, uint64_t *count);
+/* Computes an operation, or enqueues it on the descriptor's stream. */
+DETKERN_EXPORT int32_t detkern_run(uint32_t operation, const void *descriptor);
+/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no field
+ * for it. */
+DETKERN_EXPORT int32_t detkern_scratch(uint32_t operation, const void *descriptor, uint64_t *bytes);
 /* Devices and their memory, for callers that have no framework at hand; detkern_copy waits for all work on the device
  * first and for the copy afterwards. Memory of the host is memory of the device where host_memory is 1. */
 DETKERN_EXPORT int32_t detkern_device_count(int32_t *count);

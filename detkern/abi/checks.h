@@ -1,9 +1,13 @@
-// What every library says of a descriptor before it computes: the last error, and the checks that need no device.
+// What every library does with a descriptor before it computes: the last error, structs of older and newer callers, the
+// checks that need no device.
 #pragma once
 
+#include <algorithm>
 #include <cstdarg>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #include "abi.h"
 
@@ -24,17 +28,96 @@ inline bool is_output_type(int dtype) {
   return dtype == DETKERN_F32 || dtype == DETKERN_F16 || dtype == DETKERN_BF16;
 }
 
-// The bit of detkern_capabilities::gemm_offers.
-constexpr uint64_t offer(int contract, int dtype) { return uint64_t(1) << (contract * 8 + dtype); }
+// The least size of a struct: what it had in version 3 of the ABI, up to `last`.
+template <class D>
+struct FirstSize;
+#define DETKERN_FIRST_SIZE(type, last)                                           \
+  template <>                                                                    \
+  struct FirstSize<type> {                                                       \
+    static constexpr uint64_t value = offsetof(type, last) + sizeof(type::last); \
+  }
+DETKERN_FIRST_SIZE(detkern_capabilities, name);
+DETKERN_FIRST_SIZE(detkern_device, driver);
+DETKERN_FIRST_SIZE(detkern_gemm_descriptor, scratch_bytes);
+DETKERN_FIRST_SIZE(detkern_block_scaled_descriptor, stream);
+DETKERN_FIRST_SIZE(detkern_column_sum_descriptor, stream);
+DETKERN_FIRST_SIZE(detkern_row_descriptor, stream);
+#undef DETKERN_FIRST_SIZE
 
-// DETKERN_OK where detkern_gemm can take the descriptor, all but its pointers; `empty`: there is no output element.
-inline int32_t check_gemm_sizes(const detkern_gemm_descriptor* d, uint64_t offers, bool& empty) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "gemm descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
-  if (d->contract < 0 || d->contract > 7 || !(offers >> (d->contract * 8) & 0xff))
-    return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
-  if (d->operand_dtype < 0 || d->operand_dtype > 7 || !(offers & offer(d->contract, d->operand_dtype)))
+constexpr uint64_t MAX_SIZE = 1 << 20;  // of a struct of any later detkern: a wild size is not read through
+
+inline uint64_t size_of(const void* given) {
+  uint64_t size = 0;
+  if (given) std::memcpy(&size, given, sizeof size);
+  return size;
+}
+
+template <class D>
+int32_t check_size(const void* given) {
+  const unsigned long long size = size_of(given), least = FirstSize<D>::value;
+  if (size < least || size > MAX_SIZE)
+    return fail(DETKERN_INVALID, "a struct of %llu bytes; it has at least %llu", size, least);
+  return DETKERN_OK;
+}
+
+// function(descriptor, more...) with the caller's descriptor as this library's struct, whatever its size.
+template <class D, class... More>
+int32_t with_descriptor(int32_t (*function)(const D*, More...), const void* given, More... more) {
+  const uint64_t size = size_of(given);
+  if (size == sizeof(D)) return function(static_cast<const D*>(given), more...);
+  if (const int32_t status = check_size<D>(given)) return status;
+  const char* bytes = static_cast<const char*>(given);
+  for (uint64_t i = sizeof(D); i < size; ++i)
+    if (bytes[i])
+      return fail(DETKERN_UNSUPPORTED,
+                  "the library's descriptor has %zu bytes, and what is behind them is not zero; rebuild the library",
+                  sizeof(D));
+  D own{};
+  std::memcpy(&own, given, std::min<uint64_t>(size, sizeof(D)));
+  own.size = sizeof(D);
+  return function(&own, more...);
+}
+
+// Fills in the caller's struct as far as both sides know it.
+template <class D>
+int32_t answer(D made, D* given) {
+  if (const int32_t status = check_size<D>(given)) return status;
+  made.size = given->size;
+  std::memcpy(given, &made, std::min<uint64_t>(given->size, sizeof(D)));
+  return DETKERN_OK;
+}
+
+inline int32_t unknown_operation(uint32_t operation) {
+  return fail(DETKERN_UNSUPPORTED, "there is no kernel for operation %u", operation);
+}
+
+// detkern_offers of a library whose offers are a table.
+inline int32_t list_offers(const detkern_offer* table, uint64_t size, detkern_offer* offers, uint64_t capacity,
+                           uint64_t* count) {
+  std::copy_n(table, std::min(size, capacity), offers);
+  *count = size;
+  return DETKERN_OK;
+}
+
+// A set of types, detkern_offer::dtypes.
+template <class... Types>
+constexpr uint64_t types(Types... dtypes) {
+  return ((uint64_t(1) << dtypes) | ...);
+}
+
+// The types that products by a contract take, by a table of offers.
+template <size_t N>
+uint64_t gemm_types(const detkern_offer (&table)[N], int32_t contract) {
+  for (const detkern_offer& offer : table)
+    if (offer.operation == DETKERN_OPERATION_GEMM && int64_t(offer.variant) == contract) return offer.dtypes;
+  return 0;
+}
+
+// DETKERN_OK where the library can take the descriptor, all but its pointers; `taken`: the types that it takes by the
+// contract; `empty`: there is no output element.
+inline int32_t check_gemm_sizes(const detkern_gemm_descriptor* d, uint64_t taken, bool& empty) {
+  if (!taken) return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
+  if (d->operand_dtype < 0 || d->operand_dtype > 63 || !(taken >> d->operand_dtype & 1))
     return fail(DETKERN_UNSUPPORTED, "contract %d does not take operands of type %d", d->contract, d->operand_dtype);
   if (!is_output_type(d->out_dtype))
     return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
@@ -54,19 +137,15 @@ inline int32_t check_gemm_sizes(const detkern_gemm_descriptor* d, uint64_t offer
 }
 
 // The same with the pointers.
-inline int32_t check_gemm(const detkern_gemm_descriptor* d, uint64_t offers, bool& empty) {
-  if (const int32_t status = check_gemm_sizes(d, offers, empty)) return status;
+inline int32_t check_gemm(const detkern_gemm_descriptor* d, uint64_t taken, bool& empty) {
+  if (const int32_t status = check_gemm_sizes(d, taken, empty)) return status;
   if (!empty && (!d->out || (d->k && (!d->a || !d->b)) || (d->bias_dtype && !d->bias)))
     return fail(DETKERN_INVALID, "a null pointer where elements are");
   return DETKERN_OK;
 }
 
-// DETKERN_OK where detkern_column_sum can take the descriptor; `rows`: those of one batch index, 0 where there are none
-// at all.
+// DETKERN_OK where the library can take the descriptor; `rows`: those of one batch index, 0 where there are none.
 inline int32_t check_column_sum(const detkern_column_sum_descriptor* d, int64_t& rows) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "column-sum descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
   if (!is_output_type(d->operand_dtype))
     return fail(DETKERN_UNSUPPORTED, "operand_dtype %d is not f32, f16 or bf16", d->operand_dtype);
   if (!is_output_type(d->out_dtype))

@@ -6,11 +6,12 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import byref
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DetkernError, DeviceError
-from . import mirror
+from . import mirror, version2
 
 __all__ = ["Library"]
 
@@ -41,14 +42,15 @@ def _is_cut(path: Path) -> bool:
 
 
 class Library:
-    """A loaded library, its version checked.
+    """A loaded library, its version checked. It may be older or newer than this detkern.
 
     path:        the file.
     name:        what it calls itself.
     host_memory: whether the pointers that it takes are host pointers.
-    gemm_offers: the pairs (contract code, type code) that `gemm` takes.
+    offers:      what `run` computes, as (operation code, variant code, type code); a newer library has codes unknown here.
 
-    Raises BackendUnavailable where the file cannot be loaded, lacks a function, or has another ABI version.
+    Raises BackendUnavailable where the file cannot be loaded, lacks a function, or has an ABI version that is neither
+    this detkern's nor the one before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,59 +62,46 @@ class Library:
         except OSError as error:
             raise BackendUnavailable(f"{path} cannot be loaded: {error}") from error
         version = self._function("detkern_abi_version", [])()
-        if version != mirror.ABI_VERSION:
+        if version not in (mirror.ABI_VERSION, version2.VERSION):
             raise BackendUnavailable(
-                f"{path} has ABI version {version}, this detkern needs {mirror.ABI_VERSION}; rebuild the library"
+                f"{path} has ABI version {version}, this detkern needs {mirror.ABI_VERSION} or {version2.VERSION}; "
+                "rebuild the library"
             )
+        old = version == version2.VERSION
         self._last_error = self._function("detkern_last_error", [], ctypes.c_char_p)
-        pointer = ctypes.POINTER
-        self._gemm = self._function("detkern_gemm", [pointer(mirror.GemmDescriptor)])
-        self._block_scaled = self._function("detkern_block_scaled_gemm", [pointer(mirror.BlockScaledDescriptor)])
-        self._column_sum = self._function("detkern_column_sum", [pointer(mirror.ColumnSumDescriptor)])
-        self._rows = self._function("detkern_rows", [pointer(mirror.RowDescriptor)])
-        self._gemm_scratch = self._function(
-            "detkern_gemm_scratch", [pointer(mirror.GemmDescriptor), pointer(ctypes.c_uint64)]
-        )
+        pointer, size, address = ctypes.POINTER, ctypes.c_uint64, ctypes.c_void_p
         self._device_count = self._function("detkern_device_count", [pointer(ctypes.c_int32)])
         self._get_device = self._function("detkern_get_device", [pointer(mirror.Device)])
-        size, address = ctypes.c_uint64, ctypes.c_void_p
         self._allocate = self._function("detkern_allocate", [ctypes.c_int32, size, pointer(address)])
         self._free = self._function("detkern_free", [ctypes.c_int32, address])
         self._copy = self._function("detkern_copy", [ctypes.c_int32, address, address, size, ctypes.c_int32])
-        get_capabilities = self._function("detkern_get_capabilities", [pointer(mirror.Capabilities)])
-        capabilities = mirror.described(mirror.Capabilities)
+        capabilities: Any = mirror.described(version2.Capabilities if old else mirror.Capabilities)
+        get_capabilities = self._function("detkern_get_capabilities", [pointer(type(capabilities))])
         if status := get_capabilities(capabilities):
             self._fail("detkern_get_capabilities", status)
         self.name = capabilities.name.decode(errors="replace")
         self.host_memory = bool(capabilities.host_memory)
-        offers = capabilities.gemm_offers
-        self.gemm_offers = frozenset(divmod(bit, 8) for bit in range(64) if offers >> bit & 1)
+        self.offers: frozenset[tuple[int, int, int]]
+        if old:
+            functions = version2.Functions(self._function)
+            self._run, self._scratch = functions.run, functions.scratch
+            self.offers = functions.offers(capabilities.gemm_offers)
+        else:
+            # Without argument types: an int and references need none, and each costs time at every call.
+            self._run = self._function("detkern_run", None)
+            self._scratch = self._function("detkern_scratch", None)
+            self.offers = self._offered()
 
-    def gemm(self, descriptor: mirror.GemmDescriptor) -> None:
-        """Run `descriptor`; a status other than 0 raises with the library's own words."""
-        if status := self._gemm(descriptor):
-            self._fail("detkern_gemm", status)
+    def run(self, operation: int, descriptor: ctypes.Structure) -> None:
+        """Compute `descriptor`; a status other than 0 raises with the library's own words."""
+        if status := self._run(operation, byref(descriptor)):
+            self._fail(f"detkern_run of a {type(descriptor).__name__}", status)
 
-    def block_scaled_gemm(self, descriptor: mirror.BlockScaledDescriptor) -> None:
-        """Run `descriptor`; a status other than 0 raises with the library's own words."""
-        if status := self._block_scaled(descriptor):
-            self._fail("detkern_block_scaled_gemm", status)
-
-    def column_sum(self, descriptor: mirror.ColumnSumDescriptor) -> None:
-        """Run `descriptor`; a status other than 0 raises with the library's own words."""
-        if status := self._column_sum(descriptor):
-            self._fail("detkern_column_sum", status)
-
-    def rows(self, descriptor: mirror.RowDescriptor) -> None:
-        """Run `descriptor`; a status other than 0 raises with the library's own words."""
-        if status := self._rows(descriptor):
-            self._fail("detkern_rows", status)
-
-    def gemm_scratch(self, descriptor: mirror.GemmDescriptor) -> int:
-        """Bytes of scratch memory that `gemm` needs for `descriptor`, whose pointers are not read."""
+    def scratch(self, operation: int, descriptor: ctypes.Structure) -> int:
+        """Bytes of scratch memory that `run` needs for `descriptor`, whose pointers are not read."""
         count = ctypes.c_uint64()
-        if status := self._gemm_scratch(descriptor, count):
-            self._fail("detkern_gemm_scratch", status)
+        if status := self._scratch(operation, byref(descriptor), byref(count)):
+            self._fail(f"detkern_scratch of a {type(descriptor).__name__}", status)
         return count.value
 
     def device_count(self) -> int:
@@ -146,12 +135,28 @@ class Library:
         if status := self._copy(device, to, source, size, direction):
             self._fail("detkern_copy", status)
 
-    def _function(self, name: str, arguments: list[Any], result: Any = ctypes.c_int32) -> Any:
+    def _offered(self) -> frozenset[tuple[int, int, int]]:
+        size = ctypes.c_uint64
+        ask = self._function("detkern_offers", [ctypes.POINTER(mirror.Offer), size, ctypes.POINTER(size)])
+        count = size()
+        status = ask(None, 0, count)
+        table = (mirror.Offer * count.value)()
+        if status := status or ask(table, count.value, count):
+            self._fail("detkern_offers", status)
+        return frozenset(
+            (offer.operation, offer.variant, dtype)
+            for offer in table
+            for dtype in range(64)
+            if offer.dtypes >> dtype & 1
+        )
+
+    def _function(self, name: str, arguments: list[Any] | None, result: Any = ctypes.c_int32) -> Any:
         try:
             function = getattr(self._library, name)
         except AttributeError:
             raise BackendUnavailable(f"{self.path} has no function {name}; it is no detkern library") from None
-        function.argtypes = arguments
+        if arguments is not None:
+            function.argtypes = arguments
         function.restype = result
         return function
 

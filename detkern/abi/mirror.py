@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_char, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from ctypes import Structure, c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p, sizeof
 from typing import TypeVar
 
 __all__ = [
@@ -17,11 +17,12 @@ __all__ = [
     "ColumnSumDescriptor",
     "Device",
     "GemmDescriptor",
+    "Offer",
     "RowDescriptor",
     "described",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_BATCH_RANK = 8
 MAX_SUM_RANK = 62
 
@@ -52,8 +53,17 @@ class Capabilities(Structure):
         ("size", c_uint64),
         ("abi_version", c_int32),
         ("host_memory", c_int32),
-        ("gemm_offers", c_uint64),
         ("name", c_char * 64),
+    )
+
+
+class Offer(Structure):
+    """detkern_offer."""
+
+    _fields_ = (
+        ("operation", c_uint32),
+        ("variant", c_uint32),
+        ("dtypes", c_uint64),
     )
 
 

@@ -18,13 +18,12 @@ from ..contracts import CONTRACTS, FMA, default_contract
 from ..dtypes import BF16, F16, F32, DType
 from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
 from ..operations.gemm.checks import GEMM, plan_product
-from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe
+from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe, device_of
 from ..tensors.overlap import overlapping
 
 __all__ = ["Engine"]
 
 _TYPES = {dtype.name: dtype for dtype in (F32, F16, BF16)}
-_KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
 _ADDRESSES = 1 << 64
 
 Sizes = tuple[int, int, int]
@@ -62,7 +61,7 @@ class Engine:
     """
 
     def __init__(self, device: Any, *, backend: str | None = None) -> None:
-        self.device = _device(device)
+        self.device = device_of(device)
         self.backend = backend
         rows = [row for row in registry.TABLE if (row.name == backend if backend is not None else row.dispatched)]
         if not rows or not rows[0].dispatched:
@@ -273,18 +272,6 @@ class Engine:
 
 def _no_scratch(size: int) -> TensorView:
     raise AssertionError("the engine's contracts take no scratch memory")
-
-
-def _device(value: Any) -> Device:
-    try:
-        kind, ordinal = "cuda", "none" if isinstance(value, bool) else str(operator.index(value))
-    except TypeError:
-        kind, _, ordinal = str(value).partition(":")
-    if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
-        raise ArgumentError(
-            f"device={value!r} is no device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
-        )
-    return Device(kind, int(ordinal or 0))
 
 
 def _integer(value: Any, argument: str) -> int:

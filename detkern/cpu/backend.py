@@ -15,7 +15,8 @@ from ..abi.library import Library
 from ..arithmetic.float_environment import default_float_environment
 from ..backend import Execution, Kernel, Run
 from ..errors import ArgumentError, BackendUnavailable, BuildError
-from ..operations.operation import Descriptor, Operands, Operation, Problem
+from ..operations.operation import Descriptor, Operation
+from ..operations.problem import Operands, Problem
 from ..operations.table import OPERATIONS
 from ..tensors.view import Device, TensorView
 from . import compiled, threads
@@ -55,30 +56,34 @@ class _Computed:
 
     def explain(self, problem: Problem) -> Kernel:
         operation = self.operation
-        variant, _ = operation.variant_of(problem)
-        native = library()
-        if native is None or operation.descriptor is None:
+        variant, dtype = operation.variant_of(problem)
+        native, descriptor = library(), operation.descriptor
+        if native is None or descriptor is None or descriptor.offer(variant, dtype) not in native.offers:
             return Kernel(f"numpy {variant}", operation.piece, "1 thread")
         _, instructions, *tiles = native.name.split()
         count = _threads()
         geometry = f"at most {count} thread{'s' if count > 1 else ''}"
-        return Kernel(f"c++ {variant} ({instructions})", operation.descriptor.tile(problem, tiles), geometry)
+        return Kernel(f"c++ {variant} ({instructions})", descriptor.tile(problem, tiles), geometry)
 
     def prepare(self, problem: Problem, execution: Execution) -> Run:
-        replay = self.operation.replay
+        operation = self.operation
+        replay, descriptor = operation.replay, operation.descriptor
 
         def replayed(m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
             with default_float_environment():
                 replay(problem.with_rows(m), operands, out)
 
-        if self.operation.descriptor is None:
+        if descriptor is None:
             return replayed
-        return _through_the_abi(self.operation.descriptor, problem, replayed)
+        native = library()
+        if native is not None and descriptor.offer(*operation.variant_of(problem)) not in native.offers:
+            return replayed
+        return _through_the_abi(descriptor, problem, replayed)
 
 
 def _through_the_abi(descriptor: Descriptor[Any], problem: Problem, replayed: Run) -> Run:
     """The library's kernel, or `replayed` where there is no library."""
-    launches, call = descriptor.launches(problem), descriptor.call
+    launches, code = descriptor.launches(problem), descriptor.code
     # What most problems are, with nothing done twice: one launch.
     templates = descriptor.templates(problem)
     only = templates[0][0] if len(templates) == 1 else None
@@ -96,11 +101,11 @@ def _through_the_abi(descriptor: Descriptor[Any], problem: Problem, replayed: Ru
             launch.m = m
             launch.threads = count
             pack(launch, place, *addresses(operands, out))
-            call(native, launch)
+            native.run(code, launch)
             return
         for launch in launches(m, operands, out):
             launch.threads = count
-            call(native, launch)
+            native.run(code, launch)
 
     return run
 
@@ -116,6 +121,10 @@ class CpuBackend:
 
     def unavailable(self, device: Device) -> str | None:
         return None if device.kind == "cpu" else f"it works on host memory, not on {device}"
+
+    def preload(self, device: Device, pairs: object, along_k: object) -> int:
+        """Build and load the library, which has all kernels: 1, or 0 where the NumPy version serves."""
+        return int(library() is not None)
 
     def capability(self, device: Device) -> tuple[int, int] | None:
         return None

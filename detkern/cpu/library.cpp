@@ -1,8 +1,11 @@
 // The C ABI's entry points: check the descriptor, turn it into a job, run the contract. No exception leaves.
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <thread>
 #include <utility>
@@ -15,25 +18,29 @@
 namespace detkern {
 namespace {
 
-struct Offer {
+struct Product {
   int contract;
-  unsigned dtypes;  // bit d: operand type d
+  uint64_t dtypes;
   void (*run)(const Job&);
 };
 
-constexpr unsigned HALVES = 1u << DETKERN_F16 | 1u << DETKERN_BF16;
-constexpr Offer OFFERS[] = {
-    {DETKERN_FMA, HALVES | 1u << DETKERN_F32, run_fma}, {DETKERN_MMA16, HALVES, run_mma16},
-    {DETKERN_MMA8, HALVES, run_mma8},                   {DETKERN_TREE, HALVES, run_tree},
-    {DETKERN_TREE_MMA16, HALVES, run_tree_mma16},
+constexpr uint64_t HALVES = types(DETKERN_F16, DETKERN_BF16), FLOATS = HALVES | types(DETKERN_F32);
+constexpr Product PRODUCTS[] = {
+    {DETKERN_FMA, FLOATS, run_fma},   {DETKERN_MMA16, HALVES, run_mma16},           {DETKERN_MMA8, HALVES, run_mma8},
+    {DETKERN_TREE, HALVES, run_tree}, {DETKERN_TREE_MMA16, HALVES, run_tree_mma16},
 };
 
-constexpr uint64_t offered() {
-  uint64_t bits = 0;
-  for (const Offer& candidate : OFFERS)
-    for (int dtype = 0; dtype < 8; ++dtype)
-      if (candidate.dtypes >> dtype & 1u) bits |= offer(candidate.contract, dtype);
-  return bits;
+constexpr uint32_t FIRST_ROW = DETKERN_ROW_SUM, LAST_ROW = DETKERN_ROW_LOG_SOFTMAX_BACKWARD;
+
+constexpr auto offers() {
+  std::array<detkern_offer, std::size(PRODUCTS) + 2 + LAST_ROW - FIRST_ROW + 1> all{};
+  size_t size = 0;
+  for (const Product& product : PRODUCTS)
+    all[size++] = {DETKERN_OPERATION_GEMM, uint32_t(product.contract), product.dtypes};
+  all[size++] = {DETKERN_OPERATION_BLOCK_SCALED_GEMM, DETKERN_FP8_BLOCK128, types(DETKERN_E4M3, DETKERN_E5M2)};
+  all[size++] = {DETKERN_OPERATION_BIAS_GRADIENT, 0, FLOATS};
+  for (uint32_t kind = FIRST_ROW; kind <= LAST_ROW; ++kind) all[size++] = {DETKERN_OPERATION_ROWS, kind, FLOATS};
+  return all;
 }
 
 bool is_fp8(int dtype) { return dtype == DETKERN_E4M3 || dtype == DETKERN_E5M2; }
@@ -62,8 +69,11 @@ int32_t run(void (*kernel)(const AnyJob&), const AnyJob& job) {
 }
 
 int32_t gemm(const detkern_gemm_descriptor* d) {
+  const Product* product = std::find_if(std::begin(PRODUCTS), std::end(PRODUCTS),
+                                        [&](const Product& known) { return known.contract == d->contract; });
+  const bool known = product != std::end(PRODUCTS);
   bool empty;
-  if (const int32_t status = check_gemm(d, offered(), empty)) return status;
+  if (const int32_t status = check_gemm(d, known ? product->dtypes : 0, empty)) return status;
   if (empty) return DETKERN_OK;
   Job job{};
   const int64_t size = itemsize(d->operand_dtype), out_size = itemsize(d->out_dtype);
@@ -92,15 +102,10 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
   exchange_thin(job);
-  for (const Offer& candidate : OFFERS)
-    if (candidate.contract == d->contract) return run(candidate.run, job);
-  return fail(DETKERN_UNSUPPORTED, "gemm has no contract of code %d", d->contract);
+  return run(product->run, job);
 }
 
 int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "block-scaled descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
   if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
     return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
   if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
@@ -172,9 +177,6 @@ RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t 
 }
 
 int32_t rows(const detkern_row_descriptor* d) {
-  if (!d || d->size != sizeof *d)
-    return fail(DETKERN_INVALID, "row descriptor of %llu bytes, this library's has %zu",
-                d ? static_cast<unsigned long long>(d->size) : 0ull, sizeof *d);
   if (d->kind < DETKERN_ROW_SUM || d->kind > DETKERN_ROW_LOG_SOFTMAX_BACKWARD)
     return fail(DETKERN_UNSUPPORTED, "there is no row operation of code %d", d->kind);
   const bool two = d->kind >= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
@@ -220,39 +222,34 @@ const char* detkern_last_error(void) { return detkern::last_error; }
 int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
   using namespace detkern;
   last_error[0] = 0;
-  if (!capabilities || capabilities->size != sizeof *capabilities)
-    return fail(DETKERN_INVALID, "capabilities struct of another size than this library's %zu", sizeof *capabilities);
-  capabilities->abi_version = DETKERN_ABI_VERSION;
-  capabilities->host_memory = 1;
-  capabilities->gemm_offers = offered();
-  std::snprintf(capabilities->name, sizeof capabilities->name, "cpu %s fma=%dx%d mma=%dx%d", INSTRUCTION_SET, FMA_ROWS,
-                TILE_COLUMNS, MMA_ROWS, TILE_COLUMNS);
-  return DETKERN_OK;
+  detkern_capabilities made{};
+  made.abi_version = DETKERN_ABI_VERSION;
+  made.host_memory = 1;
+  std::snprintf(made.name, sizeof made.name, "cpu %s fma=%dx%d mma=%dx%d", INSTRUCTION_SET, FMA_ROWS, TILE_COLUMNS,
+                MMA_ROWS, TILE_COLUMNS);
+  return answer(made, capabilities);
 }
 
-int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::gemm(descriptor);
+int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* count) {
+  constexpr auto ALL = detkern::offers();
+  return detkern::list_offers(ALL.data(), ALL.size(), offers, capacity, count);
 }
 
-int32_t detkern_gemm_scratch(const detkern_gemm_descriptor*, uint64_t* bytes) {
+int32_t detkern_run(uint32_t operation, const void* descriptor) {
+  using namespace detkern;
+  last_error[0] = 0;
+  switch (operation) {
+    case DETKERN_OPERATION_GEMM: return with_descriptor(gemm, descriptor);
+    case DETKERN_OPERATION_BLOCK_SCALED_GEMM: return with_descriptor(block_scaled_gemm, descriptor);
+    case DETKERN_OPERATION_BIAS_GRADIENT: return with_descriptor(column_sum, descriptor);
+    case DETKERN_OPERATION_ROWS: return with_descriptor(rows, descriptor);
+    default: return unknown_operation(operation);
+  }
+}
+
+int32_t detkern_scratch(uint32_t, const void*, uint64_t* bytes) {
   *bytes = 0;
   return DETKERN_OK;
-}
-
-int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::block_scaled_gemm(descriptor);
-}
-
-int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::column_sum(descriptor);
-}
-
-int32_t detkern_rows(const detkern_row_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::rows(descriptor);
 }
 
 int32_t detkern_device_count(int32_t* count) {
@@ -263,13 +260,12 @@ int32_t detkern_device_count(int32_t* count) {
 int32_t detkern_get_device(detkern_device* device) {
   using namespace detkern;
   last_error[0] = 0;
-  if (!device || device->size != sizeof *device)
-    return fail(DETKERN_INVALID, "device struct of another size than this library's %zu", sizeof *device);
+  if (const int32_t status = check_size<detkern_device>(device)) return status;
   if (device->index != 0) return fail(DETKERN_INVALID, "there is one CPU, not a number %d", device->index);
-  device->units = int32_t(std::thread::hardware_concurrency());
-  std::snprintf(device->name, sizeof device->name, "CPU, %s", INSTRUCTION_SET);
-  device->driver[0] = 0;
-  return DETKERN_OK;
+  detkern_device made{};
+  made.units = int32_t(std::thread::hardware_concurrency());
+  std::snprintf(made.name, sizeof made.name, "CPU, %s", INSTRUCTION_SET);
+  return answer(made, device);
 }
 
 int32_t detkern_allocate(int32_t, uint64_t bytes, void** pointer) {

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from ..contracts import Contract
-from .geometry import build_for, fits, tiles_for
+from ..dtypes import DType
+from .geometry import Load, build_for, fits, tiles_for
 from .loader import KernelBuild, compiled_image
 
-__all__ = ["builds", "compile_ahead"]
+__all__ = ["builds", "compile_ahead", "of_layouts"]
 
 
 def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[KernelBuild]:
@@ -22,6 +23,22 @@ def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[K
             for tile in tiles_for(contract, operand):
                 if fits(tile, capability):
                     for load_a, load_b in sorted(tile.loads):
+                        result[build_for(contract, operand, tile, load_a, load_b)] = None
+    return list(result)
+
+
+def of_layouts(
+    pairs: Iterable[tuple[Contract, DType]], along_k: Iterable[tuple[bool, bool]], capability: tuple[int, int]
+) -> list[KernelBuild]:
+    """Every kernel that products of these contracts and operand types may need whose lines of a and b start at multiples of 16
+    bytes. along_k: whether these lines run along k."""
+    loads = [tuple(Load.K_MAJOR if along else Load.MN_MAJOR for along in both) for both in along_k]
+    result: dict[KernelBuild, None] = {}
+    for contract, operand in pairs:
+        for tile in tiles_for(contract, operand):
+            if fits(tile, capability):
+                for load_a, load_b in loads:
+                    if (load_a, load_b) in tile.loads:
                         result[build_for(contract, operand, tile, load_a, load_b)] = None
     return list(result)
 

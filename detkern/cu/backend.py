@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import requirements, selfcheck
@@ -49,6 +49,16 @@ class CudaBackend:
     def capability(self, device: Device) -> tuple[int, int] | None:
         """The compute capability, or None where the device cannot run the kernels at all."""
         return None if missing(device.index) else describe(device.index).capability
+
+    def preload(
+        self, device: Device, pairs: Iterable[tuple[Contract, DType]], along_k: Iterable[tuple[bool, bool]]
+    ) -> int:
+        """Compile and load every kernel that products of these contracts and operand types may need, whose lines of a and b run
+        along k or not. Returns how many there are."""
+        from .ahead import of_layouts
+        from .preload import load_all
+
+        return load_all(describe(device.index), of_layouts(pairs, along_k, describe(device.index).capability))
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract, and of

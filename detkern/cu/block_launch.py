@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..operations.operation import Operands, Problem
+from ..operations.problem import Operands, Problem
 from ..plan_cache import PlanCache
 from ..tensors.execution import Execution
 from ..tensors.view import TensorView

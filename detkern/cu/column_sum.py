@@ -13,7 +13,7 @@ from ..backend import Execution, Kernel, Run
 from ..dtypes import BF16, F16, F32, DType
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.problem import ColumnSumProblem
-from ..operations.operation import Operands
+from ..operations.problem import Operands
 from ..tensors import TensorView
 from . import block_launch
 from .block_launch import BlockPlan, BlockRun
@@ -173,7 +173,7 @@ class Sums(CudaImplementation[ColumnSumProblem]):
     is checked all the same, once."""
 
     def __init__(self) -> None:
-        super().__init__(BIAS_GRADIENT, lambda variant: SOURCE)
+        super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE,))
 
     def explain(self, problem: ColumnSumProblem) -> Kernel:
         chosen = choose(problem, describe(problem.device.index).multiprocessors)

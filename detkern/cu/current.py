@@ -9,7 +9,7 @@ from typing import TypeVar, TypeVarTuple
 from cupy.cuda import driver, runtime
 
 from ..errors import DeviceError
-from ..operations.operation import Problem
+from ..operations.problem import Problem
 from .extended_launch import LaunchFailure
 
 __all__ = ["on_device"]

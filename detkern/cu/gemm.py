@@ -11,7 +11,7 @@ from ..operations.gemm.operation import GEMM
 from ..operations.gemm.problem import GemmProblem
 from ..tensors.execution import Execution
 from .device import SEEN, CudaDevice, describe
-from .geometry import choose, source_of
+from .geometry import choose, portable_sources
 from .implementation import CudaImplementation
 
 __all__ = ["Products"]
@@ -23,7 +23,7 @@ class Products(CudaImplementation[GemmProblem]):
     """Products by the contracts that have a kernel for a device."""
 
     def __init__(self) -> None:
-        super().__init__(GEMM, lambda variant: source_of(CONTRACTS[variant]))
+        super().__init__(GEMM, lambda variant: portable_sources(CONTRACTS[variant]))
         self._answers: dict[tuple[int, Contract, DType], str | None] = {}
 
     def refuses(self, problem: GemmProblem) -> str | None:

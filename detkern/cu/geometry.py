@@ -3,11 +3,10 @@
 The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the load paths of A and B that it is built for
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
---tiles`; of mma_wgmma.json at 1.9 GHz by what docs/hopper.md says limits a step: the chain, the products or what enters a
-multiprocessor); `time`, by class of products the numbers of time_model.py, which go before these where a tile has them; and the
-operand types it is for, where not for all. Each kernel file says in its head what its macros mean and
-how much shared memory and scratch they need; those formulas are repeated here. What was measured on whole shapes goes
-before what these numbers predict (tuned.py).
+--tiles`); and the operand types it is for, where not for all. Tiles of mma_wgmma.json are chosen by time_model.py instead,
+whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model (docs/hopper.md). Each kernel file says in its head what its macros mean and how much shared memory
+and scratch they need; those formulas are repeated here. Of the other kernels, what was measured on whole shapes goes before
+what wave_us predicts (tuned.py).
 """
 
 from __future__ import annotations
@@ -15,18 +14,22 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
+from . import time_model
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
-from .time_model import Coefficients, Work, coefficients_of, time_us
 from .tuned import labels
 
 __all__ = [
@@ -40,21 +43,22 @@ __all__ = [
     "fits",
     "launch_for",
     "load_paths",
+    "model_shapes",
     "oriented",
+    "portable_sources",
     "predicted_us",
     "shared_limit",
     "source_of",
     "takes",
     "tiles_for",
-    "time_class",
-    "work",
 ]
 
 _TABLES = Path(__file__).parent / "tiles"
 _TABLE_OF = {FMA: "fma", MMA16: "mma", MMA8: "mma", TREE: "tree", TREE_MMA16: "tree_mma"}
-# Kernels that one generation of devices has besides, by its compute capability: a table may name tiles of theirs too.
-_TABLES_BESIDES = {MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
+# Kernels that a contract has besides, on every device or on one generation of them, by its compute capability.
+_TABLES_BESIDES = {FMA: ("fma_narrow",), MMA16: ("mma_wgmma",), TREE_MMA16: ("tree_wgmma",)}
 _CAPABILITY_OF = {"mma_wgmma": (9, 0), "tree_wgmma": (9, 0)}
+_MODELLED = "mma_wgmma"  # whose tiles time_model.py chooses
 # Those whose operands come by TMA, and whose CTAs walk over the tiles.
 _BY_TMA = frozenset(("mma_wgmma", "tree_wgmma"))
 # Levels of a tree that a kernel keeps there: of nodes of four leaves, or by wgmma of eight and one that waits for its sibling.
@@ -67,9 +71,10 @@ _COLUMNS_OF_A_CHAIN = 12
 SHARED_A, SHARED_B = 1, 2
 _GRID_LIMIT = 2**31 - 1  # blocks along x
 _BYTES_PER_US = 4.3e6  # from an H200's memory
-# What a tile takes longer where lines are not of whole 128 bytes: each row of a box lies in two of the L2's lines. CTAs that
-# share an operand read fewer.
-_BROKEN_LINES, _BROKEN_LINES_SHARED = 1.6, 1.2
+_SMALLEST_TILE = 16 * 8
+_EACH_M = 64  # up to here a tile is chosen for every m
+# What a tile takes longer where lines are not of whole 128 bytes: each row of a box lies in two of the L2's lines.
+_BROKEN_LINES = 1.6
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before it.
@@ -103,9 +108,8 @@ class Tile:
     macros:  (name, value) pairs that the kernel is compiled with.
     operands: the types it is for; none: all that the contract takes.
     loads:   the pairs of load paths that it is built for.
-    wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it.
+    wave_us, alone_us: of 4096 k with a multiprocessor full of CTAs, and with one on it; 0 where time_model.py predicts.
     fills:   whole boxes of A are copied where there are fewer rows, too: one copy a stage, which brings zeros as well.
-    times:   what time_model.py predicts by, a class each; without those of a class, wave_us and alone_us decide.
     """
 
     table: str
@@ -115,12 +119,6 @@ class Tile:
     wave_us: float
     alone_us: float
     fills: bool = False
-    times: tuple[tuple[str, Coefficients], ...] = ()
-
-    @functools.cached_property
-    def coefficients(self) -> dict[str, Coefficients]:
-        """`times` by class."""
-        return dict(self.times)
 
     @functools.cached_property
     def _values(self) -> dict[str, int]:
@@ -138,7 +136,7 @@ class Tile:
         """Threads of a CTA."""
         if self.table == "tree_wgmma":
             return 128 * (self["GROUPS_M"] * self["GROUPS_N"] + 1)
-        return 32 * self["WARPS_M"] * self["WARPS_N"]
+        return 32 * (self["WARPS_M"] * self["WARPS_N"] + self.get("COPYING_WARPS", 0))
 
     @property
     def shares(self) -> int:
@@ -219,9 +217,9 @@ def _table(name: str) -> tuple[Tile, ...]:
     result = []
     for row in rows:
         operands = tuple(dtype for dtype in map(by_name, row.pop("operands", ())) if dtype)
-        loads, wave = _loads(row.pop("loads")), row.pop("wave_us")
-        alone, fills, times = row.pop("alone_us", wave), row.pop("fills", False), coefficients_of(row.pop("time", {}))
-        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills, times))
+        loads, wave = _loads(row.pop("loads")), row.pop("wave_us", 0.0)
+        alone, fills = row.pop("alone_us", wave), row.pop("fills", False)
+        result.append(Tile(name, tuple(row.items()), operands, loads, wave, alone, fills))
     return tuple(result)
 
 
@@ -233,14 +231,22 @@ def tiles_for(contract: Contract, operand: DType) -> tuple[Tile, ...]:
 
 
 def source_of(contract: Contract) -> str:
-    """The kernel file that computes `contract` on every device; a generation of devices may have another besides."""
+    """The kernel file that computes `contract` on every device, whatever the load paths; there may be others besides."""
     return f"{_TABLE_OF[contract]}.cu"
+
+
+def portable_sources(contract: Contract) -> tuple[str, ...]:
+    """The kernel files that compute `contract` on every device: that of `source_of`, and those besides."""
+    besides = (name for name in _TABLES_BESIDES.get(contract, ()) if name not in _CAPABILITY_OF)
+    return source_of(contract), *(f"{name}.cu" for name in besides)
 
 
 def _shared_bytes(tile: Tile) -> int:
     """SMEM_BYTES in the head of the kernel file."""
     m, n, k, stages = (tile[name] for name in ("TILE_M", "TILE_N", "TILE_K", "STAGES"))
-    if tile.table in ("fma", "tree"):
+    if tile.table == "fma_narrow":
+        needed = stages * (m + n) * (4 * k + 16)
+    elif tile.table in ("fma", "tree"):
         needed = 4 * stages * k * (m + n)
     elif tile.table == "tree_wgmma":
         levels = max(_level_bytes(tile) // 4 + tile["SHARED_LEVELS"] * _level_bytes(tile), 160 * m * tile["GROUPS_N"])
@@ -291,7 +297,7 @@ def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
     if contract in (MMA16, MMA8):
         macros.append(("MMA_K", 16 if contract == MMA16 else 8))
-    if tile.table in ("fma", "tree"):
+    if tile.table in ("fma", "fma_narrow", "tree"):
         macros.append(("THREADS", tile.threads))
     macros.append(("SMEM_BYTES", shared))
     return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)
@@ -459,58 +465,119 @@ def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present
     return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
 
 
-@functools.lru_cache(maxsize=8)
-def _whole_lines(problem: GemmProblem) -> bool:
-    """Whether the lines of both operands start at multiples of 128 bytes from one another."""
-    between = ((max(abs(one.row_stride), abs(one.col_stride)), one.dtype.itemsize) for one in (problem.a, problem.b))
-    return not any(stride > 1 and stride * itemsize % 128 for stride, itemsize in between)  # 1: there is one line
+def _broken(matrix: Matrix) -> bool:
+    """Whether the lines of an operand start at other distances than multiples of 128 bytes."""
+    stride = max(abs(matrix.row_stride), abs(matrix.col_stride))
+    return stride > 1 and stride * matrix.dtype.itemsize % 128 != 0  # 1: there is one line
 
 
-# Of the problem in hand: the choice of a tile asks for every tile of the tables.
-@functools.lru_cache(maxsize=8)
-def time_class(problem: GemmProblem) -> str:
-    """The class of time_model.py that a problem is of; it is one of that module's only where no operand is gathered."""
-    return "".join(load.name[0] for load in load_paths(problem)) + ("f" if problem.out.dtype.itemsize == 4 else "")
+class _Layout(NamedTuple):
+    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. boxed:
+    whether a tile without STRIDED_OUT can write the output, swapped or not."""
+
+    operand: DType
+    n: int
+    k: int
+    batch: int
+    loads: tuple[Load, Load]
+    broken: tuple[bool, bool]
+    by_tma: bool
+    boxed: tuple[bool, bool]
+    f32: bool
+    accumulate: bool
 
 
-def work(problem: GemmProblem, tile: Tile, multiprocessors: int) -> Work:
-    """What a tile has to do, as time_model.py counts it."""
-    problem = oriented(problem, tile)
-    cluster = _cluster(problem, tile)
-    at_once = multiprocessors * tile["CTAS_PER_SM"] // cluster * cluster
-    return Work(_tile_count(problem, tile), at_once, problem.k * _broken(problem, tile), _memory_us(problem))
+def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
+    mapped = output_map_shape(problem) is not None
+    return _Layout(
+        problem.a.dtype,
+        problem.n,
+        problem.k,
+        math.prod(problem.batch),
+        loads,
+        (_broken(problem.a), _broken(problem.b)),
+        available() and map_shapes(problem, _along_k(loads)) is not None,
+        (mapped or out_pairs(problem), mapped),
+        problem.out.dtype.itemsize == 4,
+        problem.accumulate,
+    )
 
 
-@functools.lru_cache(maxsize=8)
-def _memory_us(problem: GemmProblem) -> float:
-    """Of both operands and the output, once each, from and to memory."""
-    batch = math.prod(problem.batch)
-    read = (problem.m + problem.n) * problem.k * problem.a.dtype.itemsize
-    return batch * (read + problem.m * problem.n * problem.out.dtype.itemsize) / _BYTES_PER_US
+class _Modelled(NamedTuple):
+    """Tiles that time_model.py can choose from, what it knows of them, and the least m that each of them takes."""
+
+    tiles: tuple[Tile, ...]
+    prepared: time_model.Prepared
+    least: np.typing.NDArray[np.float64]
+    always: int  # m that all of them take
 
 
-def _broken(problem: GemmProblem, tile: Tile) -> float:
-    """How many times as long a tile takes where lines are not of whole 128 bytes."""
-    if not tile.by_tma or _whole_lines(problem):
-        return 1.0
-    return _BROKEN_LINES_SHARED if tile.shares else _BROKEN_LINES
+@functools.lru_cache(maxsize=512)
+def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int) -> _Modelled | None:
+    """The tiles of mma_wgmma.json for products of that layout, whatever m; None where there are none."""
+    found = []
+    for tile in _table(_MODELLED) if layout.by_tma else ():
+        pairs = tile.get("STRIDED_OUT", 1) or layout.boxed[tile.swapped]
+        rows = layout.n if tile.swapped else tile["TILE_M"]
+        if (
+            layout.loads in tile.loads
+            and pairs
+            and fits(tile, capability)
+            and (not tile.shares or rows >= tile["TILE_M"])
+        ):
+            found.append(tile)
+    return _prepared(tuple(found), layout, multiprocessors) if found else None
+
+
+def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
+    """What time_model.py knows of tiles of mma_wgmma.json."""
+
+    def each(macro: str) -> np.typing.NDArray[np.float64]:
+        return np.array([tile.get(macro, 0) for tile in tiles], dtype=np.float64)
+
+    return time_model.TileShapes(
+        rows=each("TILE_M"),
+        columns=each("TILE_N"),
+        stage_k=each("TILE_K"),
+        share=each("SHARES"),
+        band=each("BAND"),
+        swapped=np.array([tile.swapped for tile in tiles]),
+        fills=np.array([tile.fills for tile in tiles]),
+    )
+
+
+def _prepared(tiles: tuple[Tile, ...], layout: _Layout, multiprocessors: int) -> _Modelled:
+    shapes = model_shapes(tiles)
+    product = time_model.Product(
+        layout.n, layout.k, _along_k(layout.loads), layout.broken, layout.f32, layout.accumulate, layout.batch
+    )
+    numbers = time_model.numbers(tuple(map(str, tiles)))
+    # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
+    least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
+    return _Modelled(tiles, time_model.prepare(shapes, numbers, product, multiprocessors), least, int(least.max()))
 
 
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
-    """A time to compare tiles by: by time_model.py where the table has the numbers for it, else full waves of CTAs and what is
-    left on the multiprocessors; no less than the operands take from memory."""
-    if tile.times and (coefficients := tile.coefficients.get(time_class(problem))) is not None:
-        return time_us(coefficients, work(problem, tile, multiprocessors))
+    """A time to compare tiles of one table by: time_model.py's where that knows the kernel. Else by the table: full waves of
+    CTAs, then what is left on the multiprocessors; no less than the operands take from memory."""
+    if tile.table == _MODELLED:
+        layout = _layout(problem, load_paths(problem))
+        return float(time_model.times_us(_prepared((tile,), layout, multiprocessors).prepared, problem.m)[0])
     at_once = tile["CTAS_PER_SM"]
-    waves, left = divmod(_tile_count(oriented(problem, tile), tile), multiprocessors * at_once)
+    waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
     time = waves * tile.wave_us
     if left:
         on_one = -(-left // multiprocessors)
         more = (tile.wave_us - tile.alone_us) * (on_one - 1) / (at_once - 1) if on_one > 1 else 0.0
         time += tile.alone_us + more
-    time *= problem.k / 4096 * _broken(problem, tile)
+    time *= problem.k / 4096
+    if tile.by_tma and (_broken(problem.a) or _broken(problem.b)):
+        time *= _BROKEN_LINES
+    batch = math.prod(problem.batch)
+    elements = batch * (problem.m * problem.k + problem.n * problem.k + problem.m * problem.n)
+    from_memory = elements * problem.a.dtype.itemsize / _BYTES_PER_US
     # Of tiles that all wait for memory, the one that leaves most room is taken.
-    return max(time, _memory_us(problem)) + 0.05 * time
+    return max(time, from_memory) + 0.05 * time
 
 
 def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[Load, Load]) -> list[Tile]:
@@ -522,10 +589,44 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
     ]
 
 
+@functools.lru_cache(maxsize=16384)
+def _fastest(layout: _Layout, capability: tuple[int, int], multiprocessors: int, whole: int, m: int) -> Tile | None:
+    """The tile that time_model.py predicts to be fastest, of those that take `whole` rows; None where there are none."""
+    found = _modelled(layout, capability, multiprocessors)
+    if found is None:
+        return None
+    times = time_model.times_us(found.prepared, m)
+    if whole < found.always:
+        times = np.where(whole < found.least, np.inf, times)
+    place = int(times.argmin())
+    return found.tiles[place] if math.isfinite(times[place]) else None
+
+
+def _fastest_modelled(
+    problem: GemmProblem, capability: tuple[int, int], multiprocessors: int, loads: tuple[Load, Load]
+) -> Tile | None:
+    """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
+    if problem.contract != MMA16 or Load.STRIDED in loads or _CAPABILITY_OF[_MODELLED] != capability:
+        return None
+    if math.prod(problem.batch) * problem.m * problem.n > _SMALLEST_TILE * _GRID_LIMIT:
+        able = [tile for tile in candidates(problem, capability, loads) if tile.table == _MODELLED]
+        return min(able, key=lambda tile: predicted_us(problem, tile, multiprocessors), default=None)
+    # Sides of tiles are multiples of 8: so are the m that a choice is made for.
+    m = problem.m
+    whole, rows = (m, m) if m <= _EACH_M else (m // 8 * 8, -(-m // 8) * 8)
+    return _fastest(_layout(problem, loads), capability, multiprocessors, whole, rows)
+
+
 def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
-    """The launch that was measured to be fastest, or that the tables predict to be."""
+    """The launch that is predicted to be fastest, or of kernels without a model was measured to be.
+
+    Raises DeviceError where no tile fits the device.
+    """
     loads = load_paths(problem)
-    tiles = candidates(problem, capability, loads)
+    modelled = _fastest_modelled(problem, capability, multiprocessors, loads)
+    if modelled is not None:
+        return launch_for(problem, modelled, multiprocessors, loads)
+    tiles = [tile for tile in candidates(problem, capability, loads) if tile.table != _MODELLED]
     if not tiles:
         raise DeviceError(
             f"no tile of {problem.contract} fits the shared memory of compute capability {capability[0]}.{capability[1]}"
@@ -535,5 +636,5 @@ def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: i
         known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, multiprocessors)
         tiles = [tile for tile in tiles if str(tile) in known] or tiles
     return launch_for(
-        problem, min(tiles, key=lambda tile: predicted_us(problem, tile, multiprocessors)), multiprocessors
+        problem, min(tiles, key=lambda tile: predicted_us(problem, tile, multiprocessors)), multiprocessors, loads
     )

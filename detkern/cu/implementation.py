@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 from .. import selfcheck
 from ..backend import Implementation, Kernel, Run
 from ..dtypes import DType
-from ..operations.operation import Operation, Problem, Sample
+from ..operations.operation import Operation, Sample
+from ..operations.problem import Problem
 from ..tensors.execution import Execution
 from .device import SEEN, CudaDevice, describe
 from .host_arrays import placing
@@ -25,12 +26,12 @@ P = TypeVar("P", bound=Problem)
 class CudaImplementation(ABC, Generic[P]):
     """`backend.Implementation` of an operation by kernels of this folder.
 
-    operation: its record. source: variant -> the kernel's file.
+    operation: its record. sources: variant -> the kernels' files.
     """
 
-    def __init__(self, operation: Operation[P], source: Callable[[str], str]) -> None:
+    def __init__(self, operation: Operation[P], sources: Callable[[str], tuple[str, ...]]) -> None:
         self.operation = operation
-        self.source = source
+        self.sources = sources
 
     def refuses(self, problem: P) -> str | None:
         """Why the device does not offer it, or None; runs the self-check where that has not run yet."""
@@ -58,8 +59,8 @@ class CudaImplementation(ABC, Generic[P]):
         return selfcheck.outcome(device, self.operation, variant, dtype, "cuda", self.digest(variant), run)
 
     def digest(self, variant: str) -> str:
-        """What an outcome holds for: the kernel's source."""
-        return source_digest((self.source(variant),))
+        """What an outcome holds for: the kernels' sources."""
+        return source_digest(self.sources(variant))
 
 
 def computed(device: CudaDevice, operation: Operation[Any], implementation: Implementation[Any], sample: Sample) -> Any:

@@ -13,7 +13,7 @@ from cupy.cuda import driver, runtime
 from ..backend import Execution
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
-from ..operations.operation import Operands
+from ..operations.problem import Operands
 from ..plan_cache import PlanCache
 from ..tensors import TensorView
 from .current import on_device

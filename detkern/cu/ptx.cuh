@@ -96,6 +96,24 @@ DETKERN_INLINE uint4 load_shared_v4(uint32_t address) {
   return value;
 }
 
+// Loads COUNT neighbouring elements, which are of 2 or 4 bytes each; two of 2 bytes come in one word, a single one in
+// the low half.
+template <int ELEMENT_BYTES, int COUNT>
+DETKERN_INLINE void load_shared(uint32_t address, uint32_t* words) {
+  constexpr int BYTES = ELEMENT_BYTES * COUNT;
+  static_assert(BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "one instruction");
+  if constexpr (BYTES == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  } else if constexpr (BYTES == 4) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  } else if constexpr (BYTES == 8) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+  } else {
+    const uint4 value = load_shared_v4(address);
+    words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
+  }
+}
+
 // ---- global memory ------------------------------------------------------------------------------------------------
 
 // A 16-byte or 8-byte aligned load under a predicate; `words` keeps what it held where not `wanted`.

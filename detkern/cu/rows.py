@@ -14,7 +14,7 @@ from math import prod
 from ..backend import Execution, Kernel, Run
 from ..dtypes import BF16, F16, F32, DType
 from ..operations.matrix import Matrix
-from ..operations.operation import Operands
+from ..operations.problem import Operands
 from ..operations.rows.operation import ROWS
 from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import TensorView
@@ -268,7 +268,7 @@ class Rows(CudaImplementation[RowProblem]):
     """The row operations."""
 
     def __init__(self) -> None:
-        super().__init__(ROWS, lambda variant: SOURCE)
+        super().__init__(ROWS, lambda variant: (SOURCE,))
 
     def explain(self, problem: RowProblem) -> Kernel:
         device = describe(problem.device.index)

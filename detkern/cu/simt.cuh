@@ -184,6 +184,11 @@ class OperandStage {
   bool cut_;    // MN_MAJOR: the operand ends inside a chunk of this CTA's tiles
 };
 
+// A warp's lanes as four rows of eight. Neighbouring lanes share a row and every other pair a column: 16-byte fragment
+// reads then take two passes, not four.
+DETKERN_INLINE int lane_row(int lane) { return (lane >> 1 & 1) | (lane >> 4 & 1) << 1; }
+DETKERN_INLINE int lane_column(int lane) { return (lane & 1) | (lane >> 2 & 3) << 1; }
+
 // How the threads share out a tile: warps in a WARP_ROWS x WARP_COLUMNS grid, lanes 4 x 8 in each, 4 x 4 blocks per
 // lane.
 template <int EXTENT_M, int EXTENT_N, int WARP_ROWS, int WARP_COLUMNS>
@@ -205,15 +210,11 @@ struct ThreadLayout {
   static constexpr DETKERN_INLINE int row(int m) { return m / 4 * STEP_M + m % 4; }
   static constexpr DETKERN_INLINE int column(int n) { return n / 4 * STEP_N + n % 4; }
 
-  // Neighbouring lanes share a row and every other pair a column: 16-byte fragment reads then take two passes, not
-  // four.
   static DETKERN_INLINE int first_row(int thread) {
-    const int lane = thread % 32, warp = thread / 32;
-    return warp / WARP_COLUMNS * WARP_M + ((lane >> 1 & 1) | (lane >> 4 & 1) << 1) * 4;
+    return thread / 32 / WARP_COLUMNS * WARP_M + lane_row(thread % 32) * 4;
   }
   static DETKERN_INLINE int first_column(int thread) {
-    const int lane = thread % 32, warp = thread / 32;
-    return warp % WARP_COLUMNS * WARP_N + ((lane & 1) | (lane >> 2 & 3) << 1) * 4;
+    return thread / 32 % WARP_COLUMNS * WARP_N + lane_column(thread % 32) * 4;
   }
 };
 

@@ -1,7 +1,8 @@
 """The tiles that measured fastest on whole shapes: tiles/tuned.json, which `python -m benchmarks.tune` writes.
 
 A row of the file is a contract, the load paths of A and B, n and k, and for each m that was measured the label of the
-fastest tile. The file also names the GPU, its multiprocessors, the date and the command.
+fastest tile. The file also names the GPU, its multiprocessors, the date and the command. mma16 on Hopper does not look here:
+time_model.py chooses its tiles.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from ..errors import DetkernError
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.gemm.operation import GEMM
 from ..operations.gemm.problem import GemmProblem
-from ..operations.operation import Operands, Operation, Problem
+from ..operations.operation import Operation
+from ..operations.problem import Operands, Problem
 from ..tensors.execution import Execution
 from ..tensors.view import Device, TensorView
 from . import host_arrays
@@ -54,10 +55,13 @@ class NpuImplementation(Generic[P]):
 
     def refuses(self, problem: P) -> str | None:
         """Why the library will not take it; runs the self-check on a real device where that has not run yet."""
-        self.backend.library(problem.device)
+        backend = self.backend
         if reason := self.operation.misfit(problem):
             return reason
-        return self.backend.differs(self.operation, problem.device, *self.operation.variant_of(problem))
+        variant, dtype = self.operation.variant_of(problem)
+        if reason := backend.lacks(self.operation, problem.device, variant, dtype):
+            return reason
+        return backend.differs(self.operation, problem.device, variant, dtype)
 
     def explain(self, problem: P) -> Kernel:
         platform, library, descriptor = (
@@ -80,7 +84,7 @@ class NpuImplementation(Generic[P]):
         """What enqueues it. Raises DeviceError where the library reports one."""
         descriptor = self.operation.descriptor
         assert descriptor is not None
-        launches = descriptor.launches(problem)
+        launches, code = descriptor.launches(problem), descriptor.code
 
         def run(m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
             library = self.backend.library(problem.device)
@@ -91,13 +95,15 @@ class NpuImplementation(Generic[P]):
                 scratch = execution.allocate(size) if size else None  # held until the work is enqueued
                 if scratch is not None:
                     launch.scratch, launch.scratch_bytes = scratch.pointer, size
-                descriptor.call(library, launch)
+                library.run(code, launch)
 
         return run
 
     def scratch(self, library: Library, launch: Any) -> int:
         """The bytes of scratch memory that a launch needs."""
-        return 0
+        descriptor = self.operation.descriptor
+        assert descriptor is not None
+        return library.scratch(descriptor.code, launch) if hasattr(launch, "scratch") else 0
 
 
 class Products(NpuImplementation[GemmProblem]):
@@ -106,25 +112,20 @@ class Products(NpuImplementation[GemmProblem]):
     def refuses(self, problem: GemmProblem) -> str | None:
         """Why the problem's contract is not offered on its device, naming those that are; or None."""
         device, backend = problem.device, self.backend
-        library = backend.library(device)
         contract, dtype = problem.contract, problem.a.dtype
         if dtype != problem.b.dtype:
             return f"operands of one type are needed, not {dtype} and {problem.b.dtype}"
         where = str(device) if device.kind == backend.name else f"{backend.name} on {device}"
-        pairs = backend.pairs(device)
-        here = [pair for pair in pairs if not backend.known_to_differ(device, *pair)]
+        here = [pair for pair in backend.pairs(device) if not backend.known_to_differ(device, *pair)]
         if reason := requirements.row(backend.name).refusal(contract, dtype, device.kind, where, None, here):
             return reason
-        if (contract, dtype) not in pairs:
-            return f"{library.path} has no {contract} for {dtype.short}; it has {requirements.named(here)}"
+        if reason := backend.lacks(self.operation, device, contract.name, dtype):
+            return reason
         if reason := self.operation.misfit(problem):
             return reason
         if reason := backend.differs(self.operation, device, contract.name, dtype):
             return f"{reason}; it has {requirements.named(pair for pair in here if pair != (contract, dtype))}"
         return None
-
-    def scratch(self, library: Library, launch: Any) -> int:
-        return library.gemm_scratch(launch)
 
 
 class NpuBackend:
@@ -183,11 +184,11 @@ class NpuBackend:
 
         return selfcheck.refusal(variant, dtype, device, run)
 
-    def known_to_differ(self, device: Device, contract: Contract, dtype: DType) -> bool:
-        """Whether a self-check has refused a contract on a device."""
+    def known_to_differ(self, device: Device, variant: Contract | str, dtype: DType) -> bool:
+        """Whether a self-check has refused a variant of an operation on a device."""
         library = self.library(device)
         return device.kind != "cpu" and selfcheck.known_to_differ(
-            self._checked(device, library), contract, dtype, self.name, _digest(library)
+            self._checked(device, library), variant, dtype, self.name, _digest(library)
         )
 
     @staticmethod
@@ -201,8 +202,29 @@ class NpuBackend:
         return [
             (contract, dtype)
             for contract, dtype in requirements.row(self.name).contracts(device.kind, None)
-            if (contract.code, dtype.code) in library.gemm_offers
+            if (contract.name, dtype) in self.kernels(library, GEMM)
         ]
+
+    def kernels(self, library: Library, *operations: Operation[Any]) -> list[tuple[str, DType]]:
+        """The variants of these operations, or of all that the backend implements, and their types for which a library
+        has a kernel. It may be older than this detkern."""
+        return [
+            (variant, dtype)
+            for operation in operations or [made.operation for made in self.implementations.values()]
+            for variant, dtypes in operation.variants.items()
+            for dtype in dtypes
+            if operation.descriptor is not None and operation.descriptor.offer(variant, dtype) in library.offers
+        ]
+
+    def lacks(self, operation: Operation[Any], device: Device, variant: str, dtype: DType) -> str | None:
+        """That the device's library has no kernel for a variant of an operation, with what it has; or None."""
+        library = self.library(device)
+        if (variant, dtype) in self.kernels(library, operation):
+            return None
+        has = requirements.named(
+            kernel for kernel in self.kernels(library) if not self.known_to_differ(device, *kernel)
+        )
+        return f"{library.path} has no {variant} for {dtype.short}; it has {has}"
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the library, the device, and how each self-check came out."""
@@ -220,7 +242,6 @@ class NpuBackend:
             (variant, dtype, digest)
             for problem, implementation in self.implementations.items()
             if problem is not GemmProblem
-            for variant, dtypes in implementation.operation.variants.items()
-            for dtype in dtypes
+            for variant, dtype in self.kernels(library, implementation.operation)
         ]
         return result | selfcheck.reports(about, checks, self.name)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +16,11 @@ from ..arithmetic.float_environment import default_float_environment
 from ..dtypes import DType
 from ..tensors.view import Device, TensorView
 from .memory import host_view
+from .problem import Operands, Problem
 
-__all__ = ["Derivative", "Descriptor", "Operands", "Operation", "Problem", "PublicCall", "Sample", "replayed"]
+__all__ = ["Derivative", "Descriptor", "Operation", "PublicCall", "Sample", "replayed"]
 
 Array = npt.NDArray[Any]
-# What a problem reads, in the order that its class states; None where an optional operand is left out.
-Operands = tuple[TensorView | None, ...]
-
-
-class Problem(Protocol):
-    """Everything that a backend needs to choose and launch a kernel, except the pointers. Immutable and hashable.
-
-    operation: the name of the operation's record. m: the rows. about: what it is and its sizes, for messages.
-    """
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def about(self) -> str: ...
-
-    def with_rows(self, m: int) -> Self: ...
-
-
 P = TypeVar("P", bound=Problem)
 
 
@@ -49,20 +28,25 @@ P = TypeVar("P", bound=Problem)
 class Descriptor(Generic[P]):
     """How the operation crosses the C ABI (abi/abi.h).
 
+    code:      of enum detkern_operation. variants: the code of each of the operation's variants (detkern_offer).
     structure: in ctypes. pointers: its addresses of operands and out, adjacent and in its own order.
     addresses: (operands, out) -> these addresses, 0 for what is left out.
     templates: problem -> the structures of its launches, without addresses and threads, each with what is added to these
                addresses, in bytes.
-    call:      (library, structure) -> None.
     tile:      (problem, the tiles that the library's name lists) -> what its kernel computes at once.
     """
 
+    code: int
+    variants: Mapping[str, int]
     structure: Any
     pointers: tuple[str, ...]
     addresses: Callable[[Operands, TensorView], tuple[int, ...]]
     templates: Callable[[P], Sequence[tuple[bytes, tuple[int, ...]]]]
-    call: Callable[[Any, Any], None]
     tile: Callable[[P, Sequence[str]], str]
+
+    def offer(self, variant: str, dtype: DType) -> tuple[int, int, int]:
+        """A variant with an operand type, as `abi.library.Library.offers` has it."""
+        return self.code, self.variants[variant], dtype.code
 
     def packing(self) -> tuple[Callable[..., None], int]:
         """What writes the addresses into a structure, pack(structure, place, *addresses), and the place."""

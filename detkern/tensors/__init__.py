@@ -10,10 +10,11 @@ What the adapters hold to:
   synchronising a device.
 """
 
-from .adapter import Adapter, adapter_for
+from .adapter import Adapter
+from .lookup import adapter_for
 from .types import dtype_argument
-from .view import Device, TensorView, contiguous_strides, describe
+from .view import Device, TensorView, contiguous_strides, describe, device_of
 
 __all__ = [
-    "Adapter", "Device", "TensorView", "adapter_for", "contiguous_strides", "describe", "dtype_argument",
+    "Adapter", "Device", "TensorView", "adapter_for", "contiguous_strides", "describe", "device_of", "dtype_argument",
 ]  # fmt: skip

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..dtypes import DType
+from ..errors import ArgumentError
 
-__all__ = ["Device", "TensorView", "contiguous_strides", "describe", "element_strides"]
+__all__ = ["Device", "TensorView", "contiguous_strides", "describe", "device_of", "element_strides"]
+
+_KINDS = ("cpu", "cuda", "rocm", "musa", "ascend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,23 @@ class Device:
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+def device_of(value: Any) -> Device:
+    """The device that a caller names: the ordinal of a CUDA device, or a name such as "cuda:0", "rocm:0" or "cpu"; anything
+    whose str() is such a name, as torch.device.
+
+    Raises ArgumentError for anything else.
+    """
+    try:
+        kind, ordinal = "cuda", "none" if isinstance(value, bool) else str(operator.index(value))
+    except TypeError:
+        kind, _, ordinal = str(value).partition(":")
+    if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
+        raise ArgumentError(
+            f"device={value!r} is no device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
+        )
+    return Device(kind, int(ordinal or 0))
 
 
 # Not frozen: three are made in each call, and a frozen dataclass costs four times as much to make.

@@ -22,7 +22,8 @@ from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.problem import ColumnSumProblem
 from ..operations.gemm.operation import GEMM
 from ..operations.gemm.problem import GemmProblem
-from ..operations.operation import Operation, Problem, Sample
+from ..operations.operation import Operation, Sample
+from ..operations.problem import Problem
 from ..tensors.execution import Execution
 from ..tensors.view import Device
 from .device import TritonDevice, describe, missing

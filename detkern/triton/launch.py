@@ -18,7 +18,7 @@ from ..errors import BuildError, DeviceError
 from ..operations.bias_gradient.problem import ColumnSumProblem
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
-from ..operations.operation import Operands
+from ..operations.problem import Operands
 from ..plan_cache import PlanCache
 from ..tensors import Device, TensorView
 from .device import TritonDevice, current, describe

@@ -22,8 +22,9 @@ import detkern
 from detkern import operands
 from detkern.contracts import CONTRACTS
 from detkern.dtypes import BF16, F16, F32, DType, by_name
+from detkern.operations.table import OPERATIONS
 
-__all__ = ["FOLDER", "Case", "cases", "host_operands"]
+__all__ = ["FOLDER", "Case", "cases", "host_operands", "operation_digests", "operation_samples"]
 
 FOLDER = Path(__file__).parent
 
@@ -84,6 +85,31 @@ def host_operands(case: Case) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def operation_samples() -> Iterator[tuple[str, str, Any, Any]]:
+    """(key, variant, operation, sample) of every operation other than a product: a few of each kind of operands."""
+    for operation in OPERATIONS:
+        if set(operation.variants) <= set(CONTRACTS):
+            continue
+        for variant, dtypes in operation.variants.items():
+            for turn, kind in enumerate(operands.KINDS):
+                dtype = dtypes[turn % len(dtypes)]
+                samples = list(operation.samples(variant, dtype, kind, 3))
+                for index in dict.fromkeys((turn % len(samples), 7 * turn % len(samples))):
+                    yield f"{variant} {dtype.short} {kind} {index}", variant, operation, samples[index]
+
+
+def operation_digests(place: Any, fetch: Any, backend: str) -> dict[str, str]:
+    """The digest of each of these samples' results. place, fetch: NumPy arrays to where the backend computes, and back."""
+    found = {}
+    for key, variant, operation, sample in operation_samples():
+        arrays = [None if x is None else place(x) for x in sample.operands]
+        arguments = {"out_dtype": sample.dtype.name}
+        if sample.initial is not None:
+            arguments = {"out": place(sample.initial), "accumulate": True}
+        found[key] = operands.digest(fetch(operation.call(variant)(arrays, sample.shape, backend=backend, **arguments)))
+    return found
+
+
 def _on_gpu(case: Case) -> str:
     """The digest of the GPU's result. PyTorch carries the arrays: it has every type."""
     import torch
@@ -127,6 +153,10 @@ def main() -> int:
         "operands": operands.VERSION,
         "cases": [dataclasses.asdict(case) | {"digest": _on_gpu(case)} for case in cases(offered)],
     }
+    from detkern.cli import devices
+
+    device = Device("cuda", 0)
+    record["operations"] = operation_digests(lambda x: devices.place(x, device), devices.fetch, "cuda")
     name = re.sub(r"[^a-z0-9]+", "-", facts.name.lower().removeprefix("nvidia").strip())
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"{name}.json"

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 
 #include "../../abi/checks.h"
 #include "acl/acl.h"
@@ -32,8 +33,11 @@ __global__ __aicore__ void column_sum_kernel(SumParams params) {
 
 namespace {
 
-constexpr uint64_t OFFERS = offer(DETKERN_FMA, DETKERN_F16) | offer(DETKERN_FMA, DETKERN_BF16) |
-                            offer(DETKERN_TREE, DETKERN_F16) | offer(DETKERN_TREE, DETKERN_BF16);
+constexpr detkern_offer OFFERS[] = {
+    {DETKERN_OPERATION_GEMM, DETKERN_FMA, types(DETKERN_F16, DETKERN_BF16)},
+    {DETKERN_OPERATION_GEMM, DETKERN_TREE, types(DETKERN_F16, DETKERN_BF16)},
+    {DETKERN_OPERATION_BIAS_GRADIENT, 0, types(DETKERN_F32, DETKERN_F16, DETKERN_BF16)},
+};
 
 int32_t failed(const char* what, aclError error) {
   const int32_t status = error == ACL_ERROR_RT_MEMORY_ALLOCATION ? DETKERN_OUT_OF_MEMORY : DETKERN_DEVICE_FAULT;
@@ -103,7 +107,7 @@ Operand operand(const void* array, int64_t row, int64_t col, const int64_t* batc
 
 int32_t gemm(const detkern_gemm_descriptor* d) {
   bool empty = true;
-  if (const int32_t status = check_gemm(d, OFFERS, empty)) return status;
+  if (const int32_t status = check_gemm(d, gemm_types(OFFERS, d->contract), empty)) return status;
   if (empty) return DETKERN_OK;
   const CurrentDevice current(d->device);
   if (current.error) return failed("aclrtSetDevice", current.error);
@@ -173,21 +177,22 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
 }
 
 int32_t get_device(detkern_device* device) {
-  if (!device || device->size != sizeof *device)
-    return fail(DETKERN_INVALID, "device struct of another size than this library's %zu", sizeof *device);
+  if (const int32_t status = check_size<detkern_device>(device)) return status;
+  detkern_device made{};
+  made.index = device->index;
   const CurrentDevice current(device->index);
   if (current.error) return failed("aclrtSetDevice", current.error);
   int64_t cores = 0;
   const uint32_t index = static_cast<uint32_t>(device->index);
   if (const aclError error = aclrtGetDeviceInfo(index, ACL_DEV_ATTR_VECTOR_CORE_NUM, &cores))
     return failed("aclrtGetDeviceInfo", error);
-  device->units = static_cast<int32_t>(cores);
+  made.units = static_cast<int32_t>(cores);
   const char* name = aclrtGetSocName();
-  std::snprintf(device->name, sizeof device->name, "%s", name ? name : "Ascend");
+  std::snprintf(made.name, sizeof made.name, "%s", name ? name : "Ascend");
   int32_t major = 0, minor = 0, patch = 0;
   if (const aclError error = aclrtGetVersion(&major, &minor, &patch)) return failed("aclrtGetVersion", error);
-  std::snprintf(device->driver, sizeof device->driver, "runtime %d.%d.%d", major, minor, patch);
-  return DETKERN_OK;
+  std::snprintf(made.driver, sizeof made.driver, "runtime %d.%d.%d", major, minor, patch);
+  return answer(made, device);
 }
 
 }  // namespace
@@ -202,39 +207,31 @@ const char* detkern_last_error(void) { return detkern::last_error; }
 int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
   using namespace detkern;
   last_error[0] = 0;
-  if (!capabilities || capabilities->size != sizeof *capabilities)
-    return fail(DETKERN_INVALID, "capabilities struct of another size than this library's %zu", sizeof *capabilities);
-  capabilities->abi_version = DETKERN_ABI_VERSION;
-  capabilities->host_memory = DETKERN_HOST_MEMORY;
-  capabilities->gemm_offers = OFFERS;
-  std::snprintf(capabilities->name, sizeof capabilities->name, "ascend%s", DETKERN_HOST_MEMORY ? ", emulated" : "");
-  return DETKERN_OK;
+  detkern_capabilities made{};
+  made.abi_version = DETKERN_ABI_VERSION;
+  made.host_memory = DETKERN_HOST_MEMORY;
+  std::snprintf(made.name, sizeof made.name, "ascend%s", DETKERN_HOST_MEMORY ? ", emulated" : "");
+  return answer(made, capabilities);
 }
 
-int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::gemm(descriptor);
+int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* count) {
+  using namespace detkern;
+  return list_offers(OFFERS, std::size(OFFERS), offers, capacity, count);
 }
 
-int32_t detkern_gemm_scratch(const detkern_gemm_descriptor* descriptor, uint64_t* bytes) {
+int32_t detkern_run(uint32_t operation, const void* descriptor) {
   using namespace detkern;
   last_error[0] = 0;
+  switch (operation) {
+    case DETKERN_OPERATION_GEMM: return with_descriptor(gemm, descriptor);
+    case DETKERN_OPERATION_BIAS_GRADIENT: return with_descriptor(column_sum, descriptor);
+    default: return unknown_operation(operation);
+  }
+}
+
+int32_t detkern_scratch(uint32_t, const void*, uint64_t* bytes) {
   *bytes = 0;
-  bool empty = true;
-  return check_gemm_sizes(descriptor, OFFERS, empty);
-}
-
-int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor*) {
-  return detkern::fail(DETKERN_UNSUPPORTED, "there is no kernel for fp8-block128 on Ascend");
-}
-
-int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::column_sum(descriptor);
-}
-
-int32_t detkern_rows(const detkern_row_descriptor*) {
-  return detkern::fail(DETKERN_UNSUPPORTED, "there is no kernel for row operations on Ascend");
+  return DETKERN_OK;
 }
 
 int32_t detkern_device_count(int32_t* count) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <mutex>
 
 #include "../../abi/checks.h"
@@ -21,9 +22,11 @@
 namespace detkern {
 namespace {
 
-constexpr uint64_t OFFERS = offer(DETKERN_FMA, DETKERN_F32) | offer(DETKERN_FMA, DETKERN_F16) |
-                            offer(DETKERN_FMA, DETKERN_BF16) | offer(DETKERN_TREE, DETKERN_F16) |
-                            offer(DETKERN_TREE, DETKERN_BF16);
+constexpr detkern_offer OFFERS[] = {
+    {DETKERN_OPERATION_GEMM, DETKERN_FMA, types(DETKERN_F32, DETKERN_F16, DETKERN_BF16)},
+    {DETKERN_OPERATION_GEMM, DETKERN_TREE, types(DETKERN_F16, DETKERN_BF16)},
+    {DETKERN_OPERATION_BIAS_GRADIENT, 0, types(DETKERN_F32, DETKERN_F16, DETKERN_BF16)},
+};
 
 int32_t failed(const char* what, musaError_t error) {
   const int32_t status = error == musaErrorMemoryAllocation ? DETKERN_OUT_OF_MEMORY : DETKERN_DEVICE_FAULT;
@@ -100,7 +103,7 @@ void launch_kernel(const Launch& launch, musaStream_t stream, const GemmParams& 
 
 int32_t gemm(const detkern_gemm_descriptor* d) {
   bool empty = true;
-  if (const int32_t status = check_gemm(d, OFFERS, empty)) return status;
+  if (const int32_t status = check_gemm(d, gemm_types(OFFERS, d->contract), empty)) return status;
   if (empty) return DETKERN_OK;
   const CurrentDevice current(d->device);
   if (current.error) return failed("musaSetDevice", current.error);
@@ -178,19 +181,30 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
   return DETKERN_OK;
 }
 
+int32_t gemm_scratch(const detkern_gemm_descriptor* d, uint64_t* bytes) {
+  bool empty = true;
+  if (const int32_t status = check_gemm_sizes(d, gemm_types(OFFERS, d->contract), empty)) return status;
+  if (empty || d->contract != DETKERN_TREE) return DETKERN_OK;
+  Launch launch;
+  if (const int32_t status = plan(d, launch)) return status;
+  *bytes = launch.scratch_bytes;
+  return DETKERN_OK;
+}
+
 int32_t get_device(detkern_device* device) {
-  if (!device || device->size != sizeof *device)
-    return fail(DETKERN_INVALID, "device struct of another size than this library's %zu", sizeof *device);
+  if (const int32_t status = check_size<detkern_device>(device)) return status;
+  detkern_device made{};
+  made.index = device->index;
   musaDeviceProp properties;
   if (const musaError_t error = musaGetDeviceProperties(&properties, device->index))
     return failed("musaGetDeviceProperties", error);
   int driver = 0, runtime = 0;
   musaDriverGetVersion(&driver);
   musaRuntimeGetVersion(&runtime);
-  device->units = properties.multiProcessorCount;
-  std::snprintf(device->name, sizeof device->name, "%.127s", properties.name);
-  std::snprintf(device->driver, sizeof device->driver, "driver %d, runtime %d", driver, runtime);
-  return DETKERN_OK;
+  made.units = properties.multiProcessorCount;
+  std::snprintf(made.name, sizeof made.name, "%.127s", properties.name);
+  std::snprintf(made.driver, sizeof made.driver, "driver %d, runtime %d", driver, runtime);
+  return answer(made, device);
 }
 
 }  // namespace
@@ -205,44 +219,37 @@ const char* detkern_last_error(void) { return detkern::last_error; }
 int32_t detkern_get_capabilities(detkern_capabilities* capabilities) {
   using namespace detkern;
   last_error[0] = 0;
-  if (!capabilities || capabilities->size != sizeof *capabilities)
-    return fail(DETKERN_INVALID, "capabilities struct of another size than this library's %zu", sizeof *capabilities);
-  capabilities->abi_version = DETKERN_ABI_VERSION;
-  capabilities->host_memory = DETKERN_HOST_MEMORY;
-  capabilities->gemm_offers = OFFERS;
-  std::snprintf(capabilities->name, sizeof capabilities->name, "musa%s", DETKERN_HOST_MEMORY ? ", emulated" : "");
-  return DETKERN_OK;
+  detkern_capabilities made{};
+  made.abi_version = DETKERN_ABI_VERSION;
+  made.host_memory = DETKERN_HOST_MEMORY;
+  std::snprintf(made.name, sizeof made.name, "musa%s", DETKERN_HOST_MEMORY ? ", emulated" : "");
+  return answer(made, capabilities);
 }
 
-int32_t detkern_gemm(const detkern_gemm_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::gemm(descriptor);
+int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* count) {
+  using namespace detkern;
+  return list_offers(OFFERS, std::size(OFFERS), offers, capacity, count);
 }
 
-int32_t detkern_gemm_scratch(const detkern_gemm_descriptor* descriptor, uint64_t* bytes) {
+int32_t detkern_run(uint32_t operation, const void* descriptor) {
+  using namespace detkern;
+  last_error[0] = 0;
+  switch (operation) {
+    case DETKERN_OPERATION_GEMM: return with_descriptor(gemm, descriptor);
+    case DETKERN_OPERATION_BIAS_GRADIENT: return with_descriptor(column_sum, descriptor);
+    default: return unknown_operation(operation);
+  }
+}
+
+int32_t detkern_scratch(uint32_t operation, const void* descriptor, uint64_t* bytes) {
   using namespace detkern;
   last_error[0] = 0;
   *bytes = 0;
-  bool empty = true;
-  if (const int32_t status = check_gemm_sizes(descriptor, OFFERS, empty)) return status;
-  if (empty || descriptor->contract != DETKERN_TREE) return DETKERN_OK;
-  Launch launch;
-  if (const int32_t status = plan(descriptor, launch)) return status;
-  *bytes = launch.scratch_bytes;
-  return DETKERN_OK;
-}
-
-int32_t detkern_block_scaled_gemm(const detkern_block_scaled_descriptor*) {
-  return detkern::fail(DETKERN_UNSUPPORTED, "there is no kernel for fp8-block128 on MUSA");
-}
-
-int32_t detkern_column_sum(const detkern_column_sum_descriptor* descriptor) {
-  detkern::last_error[0] = 0;
-  return detkern::column_sum(descriptor);
-}
-
-int32_t detkern_rows(const detkern_row_descriptor*) {
-  return detkern::fail(DETKERN_UNSUPPORTED, "there is no kernel for row operations on MUSA");
+  switch (operation) {
+    case DETKERN_OPERATION_GEMM: return with_descriptor(gemm_scratch, descriptor, bytes);
+    case DETKERN_OPERATION_BIAS_GRADIENT: return DETKERN_OK;
+    default: return unknown_operation(operation);
+  }
 }
 
 int32_t detkern_device_count(int32_t* count) {

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import column_sum_descriptors
-from ...abi.library import Library
 from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array, vector_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
 from .problem import ColumnSumProblem, column_sum_problem
 from .replay import column_sum
 
@@ -87,7 +87,8 @@ BIAS_GRADIENT: Operation[ColumnSumProblem] = Operation(
     independent=lambda variant: (1,),
     call=lambda variant: PublicCall("detkern", "bias_gradient", ("dc",)),
     descriptor=Descriptor(
-        mirror.ColumnSumDescriptor, ("dc", "out"), _addresses, column_sum_descriptors, Library.column_sum,
+        3, {"bias_gradient": 0},
+        mirror.ColumnSumDescriptor, ("dc", "out"), _addresses, column_sum_descriptors,
         lambda problem, tiles: "at most 1024 columns",
     ),
 )  # fmt: skip

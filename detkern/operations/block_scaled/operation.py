@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import block_scaled_descriptors
-from ...abi.library import Library
 from ...contracts import CONTRACTS, FP8_BLOCK128
 from ...dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
 from .problem import BlockScaledProblem, block_scaled_problem
 from .replay import block_scaled_gemm
 
@@ -128,7 +128,8 @@ BLOCK_SCALED: Operation[BlockScaledProblem] = Operation(
     independent=lambda variant: (0, 0, None, None),
     call=lambda variant: PublicCall("detkern.api", "block_scaled_gemm", ("a", "scale_a", "b", "scale_b")),
     descriptor=Descriptor(
+        2, {FP8_BLOCK128.name: FP8_BLOCK128.code},
         mirror.BlockScaledDescriptor, ("a", "scale_a", "b", "scale_b", "out"), _addresses, block_scaled_descriptors,
-        Library.block_scaled_gemm, _tile,
+        _tile,
     ),
 )  # fmt: skip

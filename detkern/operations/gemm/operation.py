@@ -9,13 +9,13 @@ import numpy as np
 from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import gemm_descriptors
-from ...abi.library import Library
 from ...contracts import CONTRACTS, FP8_BLOCK128
 from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array, vector_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
 from .problem import GemmProblem, gemm_problem
 from .replay import gemm
 
@@ -125,6 +125,7 @@ GEMM: Operation[GemmProblem] = Operation(
     independent=lambda variant: (0, None, None),
     call=lambda variant: PublicCall("detkern", "gemm", ("a", "b", "bias"), {"contract": variant}),
     descriptor=Descriptor(
-        mirror.GemmDescriptor, ("a", "b", "out", "bias"), _addresses, gemm_descriptors, Library.gemm, _tile
+        1, {c.name: c.code for c in CONTRACTS.values() if c != FP8_BLOCK128},
+        mirror.GemmDescriptor, ("a", "b", "out", "bias"), _addresses, gemm_descriptors, _tile,
     ),
-)
+)  # fmt: skip

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from ...dtypes import DType
 from ...errors import DTypeError, ShapeError
-from ...plan import FREE_COLUMNS, Planned, new_plan, plans, result_type, result_view, rows_of
+from ...plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...tensors import TensorView
 from ...tensors.types import OUTPUTS
-from .operation import one_a_row
-from .problem import RowKind, row_problem
+from .problem import RowKind, one_a_row, operand_names, row_problem
 
 __all__ = ["plan_rows"]
 
 
 def plan_rows(
     kind: RowKind,
-    names: tuple[str, ...],
     a: TensorView,
     b: TensorView | None,
     width: int | None,
@@ -25,8 +23,20 @@ def plan_rows(
 ) -> Planned:
     """The plan of a row operation on views as the caller gave them, its rows and the shape of its result.
 
-    names: of the operands, for messages. width: of a kind that has no operand with columns.
+    width: of a kind that has no operand with columns.
     """
+    code = None if out_dtype is None else out_dtype.code
+    if b is None and out is None and len(a.shape) == 2 and not kind.spreads:
+        # What most calls are, with nothing done twice: the key is that of the general case below.
+        (m, columns), (row, step) = a.shape, a.strides
+        plan = plans.get(
+            (
+                kind, None, backend, code, a.device.kind, a.device.index, columns, None if m == 1 else row, step,
+                a.dtype.code, a.pointer & 15, None, None,
+            )
+        )  # fmt: skip
+        if plan is not None and 0 < m < FREE_ROWS and columns < FREE_COLUMNS:
+            return plan, m, (m,) if kind.reduces else (m, columns)
     wide = a if b is None else b
     lead = a.shape if kind.spreads else wide.shape[:-1]
     columns = width if width is not None else wide.shape[-1] if wide.shape else 0
@@ -56,18 +66,18 @@ def plan_rows(
     key: tuple[object, ...]
     if rows is not None:
         key = (
-            kind, width, backend, None if out_dtype is None else out_dtype.code, a.device.kind, a.device.index, first.shape[-1],
+            kind, width, backend, code, a.device.kind, a.device.index, first.shape[-1],
             None if rows[0] == 1 else rows[1], first.strides[-1], a.dtype.code, a.pointer & 15, second, target,
         )  # fmt: skip
     else:
         key = (
-            kind, width, backend, None if out_dtype is None else out_dtype.code, a.device.kind, a.device.index, _layout(a),
+            kind, width, backend, code, a.device.kind, a.device.index, _layout(a),
             None if b is None else _layout(b), None if out is None else (*_layout(out), out.readonly),
         )  # fmt: skip
     plan = plans.get(key) or plans.recall(key)
     if plan is not None:
         return plan, plan.problem.m if rows is None else rows[0], shape
-    return _make(key, kind, names, a, b, width, out, out_dtype, backend, rows is not None)
+    return _make(key, kind, a, b, width, out, out_dtype, backend, rows is not None)
 
 
 def _layout(view: TensorView) -> tuple[object, ...]:
@@ -77,7 +87,6 @@ def _layout(view: TensorView) -> tuple[object, ...]:
 def _make(
     key: object,
     kind: RowKind,
-    names: tuple[str, ...],
     a: TensorView,
     b: TensorView | None,
     width: int | None,
@@ -87,6 +96,7 @@ def _make(
     free: bool,
 ) -> Planned:
     """A new plan. free: whether the rows are one dimension in the memory of each."""
+    names = operand_names(kind)
     for view, argument in zip((a,) if b is None else (a, b), names, strict=True):
         if view.dtype not in OUTPUTS:
             raise DTypeError(

@@ -21,7 +21,7 @@ __all__ = ["RULES", "Framework", "Recorded", "Rule"]
 
 
 class Framework(Protocol):
-    """What a rule needs of a framework, beside +, -, * and unary - of its arrays."""
+    """What a rule needs of a framework, beside +, -, * and [..., 0] of its arrays."""
 
     @property
     def float32(self) -> Any:
@@ -71,7 +71,8 @@ class Rule(NamedTuple):
 
 
 def _dot(f: Framework, u: Any, v: Any) -> Any:
-    """The sum of each row's products, [.., 1], of float32 arrays."""
+    """The sum of each row's products, [.., 1], of float32 arrays: never without dimensions, where numbers are of another type
+    to PyTorch."""
     return f.column(f.call("sum", f.float32, u * v))
 
 
@@ -103,7 +104,7 @@ def _mean_backward_backward(f: Framework, forward: Recorded, g: Any) -> tuple[An
 def _mean_square_backward_backward(f: Framework, forward: Recorded, g: Any) -> tuple[Any, ...]:
     (dy, x), (dy_type, x_type) = forward.saved, forward.dtypes
     g = f.cast(g, x_type)
-    ddy = f.call("sum", f.float32, f.cast(g, f.float32) * f.cast(x, f.float32)) * (2.0 / max(forward.width, 1))
+    ddy = (_dot(f, f.cast(g, f.float32), f.cast(x, f.float32)) * (2.0 / max(forward.width, 1)))[..., 0]
     return f.cast(ddy, dy_type), f.call("mean_square_backward", x_type, dy, g)
 
 
@@ -138,7 +139,7 @@ def _linear_forward(variant: str) -> Forward:
 
 def _mean_square_forward(f: Framework, operands: Any, y: Any, out_dtype: Any, tangents: Any, width: Any) -> Any:
     x, dx = _floats(f, operands[0], tangents[0])
-    return f.cast(f.call("sum", f.float32, x * dx) * (2.0 / width if width else math.nan), out_dtype)
+    return f.cast((_dot(f, x, dx) * (2.0 / width if width else math.nan))[..., 0], out_dtype)
 
 
 def _softmax_forward(f: Framework, operands: Any, y: Any, out_dtype: Any, tangents: Any, width: Any) -> Any:

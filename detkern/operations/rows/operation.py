@@ -10,38 +10,23 @@ import numpy as np
 from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import row_descriptors
-from ...abi.library import Library
 from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
 from ..memory import matrix_array
-from ..operation import Descriptor, Operands, Operation, PublicCall, Sample
-from .problem import RowKind, RowProblem, row_problem
+from ..operation import Descriptor, Operation, PublicCall, Sample
+from ..problem import Operands
+from .problem import RowKind, RowProblem, one_a_row, operand_names, row_problem
 from .replay import rows
 
-__all__ = ["KINDS", "ROWS", "one_a_row", "operand_names"]
+__all__ = ["KINDS", "ROWS"]
 
 KINDS = {kind.label: kind for kind in RowKind}
-_NAMES = {
-    RowKind.MEAN_SQUARE_BACKWARD: ("dy", "x"),
-    RowKind.SOFTMAX_BACKWARD: ("dy", "y"),
-    RowKind.LOG_SOFTMAX_BACKWARD: ("dy", "y"),
-}
 
 # Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a cluster.
 _ROWS = ((16, 1), (16, 67), (16, 128), (16, 600))
 _WIDE_ROWS = ((5, 4096), (3, 9001), (2, 20_011))
 _SHAPES = ((2, 0), (1, 1), (5, 31), (17, 130), (33, 257), (3, 1000))
-
-
-def operand_names(kind: RowKind) -> tuple[str, ...]:
-    """The operands as the public function names them."""
-    return _NAMES.get(kind, ("dy",) if kind.spreads else ("x",))
-
-
-def one_a_row(view: TensorView) -> TensorView:
-    """A view with a column that is one wide."""
-    return TensorView(view.pointer, (*view.shape, 1), (*view.strides, 0), view.dtype, view.device)
 
 
 def _bind(variant: str, operands: Operands, out: TensorView, accumulate: bool) -> RowProblem:
@@ -138,11 +123,8 @@ ROWS: Operation[RowProblem] = Operation(
     independent=lambda variant: (0,) * KINDS[variant].operands,
     call=_call,
     descriptor=Descriptor(
-        mirror.RowDescriptor,
-        ("a", "b", "out"),
-        _addresses,
-        row_descriptors,
-        Library.rows,
+        4, {label: int(kind) for label, kind in KINDS.items()},
+        mirror.RowDescriptor, ("a", "b", "out"), _addresses, row_descriptors,
         lambda problem, tiles: "rows in vector lanes",
     ),
-)
+)  # fmt: skip

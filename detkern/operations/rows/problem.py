@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...tensors.view import Device, TensorView
 from ..matrix import Matrix, matrix_of
 
-__all__ = ["RowKind", "RowProblem", "row_problem"]
+__all__ = ["RowKind", "RowProblem", "one_a_row", "operand_names", "row_problem"]
 
 
 class RowKind(IntEnum):
@@ -46,6 +46,23 @@ class RowKind(IntEnum):
     def label(self) -> str:
         """The name of the public function."""
         return self.name.lower()
+
+
+_NAMES = {
+    RowKind.MEAN_SQUARE_BACKWARD: ("dy", "x"),
+    RowKind.SOFTMAX_BACKWARD: ("dy", "y"),
+    RowKind.LOG_SOFTMAX_BACKWARD: ("dy", "y"),
+}
+
+
+def operand_names(kind: RowKind) -> tuple[str, ...]:
+    """The operands as the public function names them."""
+    return _NAMES.get(kind, ("dy",) if kind.spreads else ("x",))
+
+
+def one_a_row(view: TensorView) -> TensorView:
+    """A view with a column that is one wide."""
+    return TensorView(view.pointer, (*view.shape, 1), (*view.strides, 0), view.dtype, view.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from ...operations.bias_gradient.checks import plan_column_sum
 from ...operations.gemm.checks import GEMM, LINEAR, Names, plan_product
 from ...plan import Planned
 from ...tensors import Device, TensorView, contiguous_strides
-from ...tensors.overlap import byte_range
 from ...tensors.torch import torch_adapter
 from ...tensors.types import OUTPUTS, dtype_argument
 from .route import TYPES
@@ -75,22 +74,28 @@ def _product(
 
 
 def _view(tensor: Any) -> TensorView | None:
-    """A tensor's memory; None where that is empty, or is not all there, or not simply what PyTorch says it is."""
+    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty."""
     try:
         pointer = tensor.data_ptr()
         dtype = TYPES.get(tensor.dtype)
         # A null pointer is a tensor whose storage was freed, or an empty one.
         if not pointer or dtype is None or tensor.is_neg():
             return None
-        shape, strides, itemsize = tensor.shape, tensor.stride(), dtype.itemsize
-        # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were.
-        needs = byte_range(shape, strides, itemsize)[1] + tensor.storage_offset() * itemsize
-        if tensor.untyped_storage().nbytes() < needs:
-            return None
         device = _places.get(tensor.device)
         if device is None:
             device = _places[tensor.device] = torch_adapter().view(tensor, "").device
-        return TensorView(pointer, shape, strides, dtype, device, False, tensor)
+        shape, strides = tensor.shape, tensor.stride()
+        rank = len(shape)
+        if rank == 2:
+            last = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1]
+        elif rank == 1:
+            last = (shape[0] - 1) * strides[0]
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        # A storage that resize_ has cut short, as FSDP does, leaves shape and strides as they were.
+        if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * dtype.itemsize:
+            return None
+        return TensorView(pointer, shape, strides, dtype, device)
     except (RuntimeError, DetkernError):  # a layout without memory of its own, a device without a name here
         return None
 
@@ -104,7 +109,7 @@ def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: De
     result = torch.empty_strided(shape, strides, dtype=_TORCH_TYPES[dtype.code], device=place)
     if 0 not in shape:
         execution = _on_host if device.kind == "cpu" else _execution(device)
-        plan.run(m, views, TensorView(result.data_ptr(), shape, strides, dtype, device, False, result), execution)
+        plan.run(m, views, TensorView(result.data_ptr(), shape, strides, dtype, device), execution)
     return result
 
 

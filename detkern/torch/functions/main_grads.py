@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...errors import ArgumentError, DTypeError, ShapeError
+from ...errors import ArgumentError, DetkernError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["asked", "check", "destination", "main_grads_to_grad", "zero"]
 
@@ -142,7 +142,7 @@ def zero(*parameters: Any) -> None:
         )
     for parameter in parameters:
         main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is None or main_grad.shape != parameter.shape or main_grad.device != parameter.device:
+        if main_grad is None or _misfit(parameter, main_grad, "parameter") is not None:
             parameter.main_grad, parameter.further_main_grads = _zeros(parameter), []
         elif not hasattr(parameter, "further_main_grads"):
             parameter.further_main_grads = []
@@ -158,17 +158,33 @@ def _clear(parameter: Any) -> None:
 def check(parameter: Any, name: str) -> Any:
     """A parameter's main_grad; an error where it cannot be one. None where there is none."""
     main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        return None
+    if main_grad is not None and (error := _misfit(parameter, main_grad, name)) is not None:
+        raise error
+    return main_grad
+
+
+def _misfit(parameter: Any, main_grad: Any, name: str) -> DetkernError | None:
+    """Why main_grad cannot be the accumulator of a parameter; None where it can."""
+    if not isinstance(main_grad, torch.Tensor):
+        return ArgumentError(
+            f"{name}.main_grad is no torch.Tensor but {type(main_grad).__name__}; give a float32 tensor of shape "
+            f"{list(parameter.shape)}"
+        )
     if main_grad.dtype != torch.float32:
-        raise DTypeError(f"{name}.main_grad is {main_grad.dtype}; it must be float32, the accumulator's type")
+        return DTypeError(f"{name}.main_grad is {main_grad.dtype}; it must be float32, the accumulator's type")
     if main_grad.shape != parameter.shape:
-        raise ShapeError(
+        return ShapeError(
             f"{name}.main_grad has shape {list(main_grad.shape)}, {name} has {list(parameter.shape)}; they must be equal"
         )
+    if main_grad.device != parameter.device:
+        return DeviceError(
+            f"{name}.main_grad is on {main_grad.device}, {name} on {parameter.device}; they must be equal"
+        )
+    if main_grad.layout is not torch.strided:
+        return ArgumentError(f"{name}.main_grad is {main_grad.layout}; give a dense tensor")
     if main_grad.requires_grad:
-        raise ArgumentError(f"{name}.main_grad requires grad; give {name}.main_grad.detach()")
-    return main_grad
+        return ArgumentError(f"{name}.main_grad requires grad; give {name}.main_grad.detach()")
+    return None
 
 
 def main_grads_to_grad(module: torch.nn.Module) -> None:
@@ -183,8 +199,8 @@ def main_grads_to_grad(module: torch.nn.Module) -> None:
         module: searched with all its submodules.
 
     Raises:
-        DTypeError, ShapeError, ArgumentError: a main_grad that is no float32 tensor of its parameter's shape; nothing is
-            changed.
+        DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is no float32 tensor of its parameter's shape
+            and device; nothing is changed.
     """
     parameters = [
         parameter

@@ -52,12 +52,13 @@ def _fits(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> bool:
         return False
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not q.device == k.device == v.device:
         return False
-    if gqa and any(x.shape[-3] == 0 or q.shape[-3] % x.shape[-3] for x in (k, v)):
+    heads = q.shape[-3] if gqa else 1
+    if gqa and any(heads % x.shape[-3] if x.shape[-3] else heads for x in (k, v)):
         return False
     batch = _broadcast([x.shape[:-kept] for x in (q, k, v)])
     if batch is None or mask is None:
         return batch is not None
-    if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or mask.device != q.device:
+    if not isinstance(mask, torch.Tensor) or mask.device != q.device:
         return False
     scores = (*batch, *q.shape[-kept:-1], k.shape[-2])
     return mask.dtype in (torch.bool, torch.float32, q.dtype) and _broadcast([mask.shape, scores]) == scores
@@ -86,6 +87,8 @@ def _attend(
     q, k, v = (fitted(x, (*batch, *x.shape[-kept:])) for x in (q, k, v))  # type: ignore[misc]
     if gqa and k.shape[-3] != v.shape[-3]:
         k, v = repeated(k, q.shape[-3]), repeated(v, q.shape[-3])
+    if mask is not None and mask.dim() < 2:
+        mask = mask.reshape(1, -1)
     matrices = q.dim() == 2
     if matrices:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)

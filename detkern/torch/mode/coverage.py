@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from . import attention, broadcasting, pointwise, products, reductions
 from .einsum import einsum
 
-__all__ = ["ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of"]
+__all__ = [
+    "ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of",
+]  # fmt: skip
 
 
 def name_of(func: Any) -> str:
@@ -206,3 +208,5 @@ def _python() -> dict[Any, Callable[..., Any]]:
 
 
 PYTHON: dict[Any, Callable[..., Any]] = _python()
+# torch.compile traces the others itself.
+TRACED_PYTHON = {func: copy for func, copy in PYTHON.items() if func.__module__ == "torch.nn.functional"}

@@ -130,12 +130,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             if result is not NotImplemented:
                 return result
             return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
-        handler = coverage.ELEMENTWISE.get(func)
+        # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like while it traces is not equal
+        # to the key here, and is when it checks its guards.
+        handler = None if torch.compiler.is_compiling() else coverage.ELEMENTWISE.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
-        python = coverage.PYTHON.get(func)
-        if python is not None and not (torch.compiler.is_compiling() and func.__module__ != "torch.nn.functional"):
+        python = (coverage.TRACED_PYTHON if torch.compiler.is_compiling() else coverage.PYTHON).get(func)
+        if python is not None:
             with self:
                 return python(*args, **kwargs)
         name = coverage.name_of(func)
