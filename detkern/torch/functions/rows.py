@@ -154,8 +154,10 @@ def _run(name: str, out_dtype: Any, backend: str | None, *operands: Any) -> Any:
         )
     if out_dtype is not None:
         out_dtype = torch_dtype(out_dtype)
-    second = operands[-1] if isinstance(operands[-1], torch.Tensor) else operands[0]
-    return call(_BY_NAME[name], (*operands, out_dtype, backend), operands[0], second)
+    first, last = operands[0], operands[-1]
+    return call(
+        _BY_NAME[name], (*operands, out_dtype, backend), first, last if isinstance(last, torch.Tensor) else first
+    )
 
 
 class _Torch:
@@ -220,9 +222,16 @@ def _vmap(name: str, call: Any, size: int, dims: Sequence[Any], *arguments: Any)
     return call(*moved, out_dtype, backend), 0
 
 
-def _kernel(name: str, *arguments: Any) -> Any:
-    *operands, out_dtype, backend = arguments
-    return getattr(rows, name)(*operands, out_dtype=out_dtype, backend=backend)
+def _kernel(name: str, count: int) -> Any:
+    function = getattr(rows, name)
+
+    def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
+        return function(x, out_dtype=out_dtype, backend=backend)
+
+    def two(x: Any, y: Any, out_dtype: Any, backend: str | None) -> Any:
+        return function(x, y, out_dtype=out_dtype, backend=backend)
+
+    return one if count == 1 else two
 
 
 def _fake(name: str, *arguments: Any) -> Any:
@@ -243,7 +252,7 @@ def _op(name: str, operands: str) -> Op:
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
-        of(_kernel),
+        _kernel(name, operands.count(",") + 1),
         of(_fake),
         setup=of(_setup),
         backward=of(_backward),
