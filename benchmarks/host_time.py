@@ -121,7 +121,7 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("*.py"), *package.glob("torch/*.py"), *package.glob("tensors/*.py"), *package.glob("cu/*.py")]
+        [*package.glob("*.py"), *package.glob("torch/**/*.py"), *package.glob("tensors/*.py"), *package.glob("cu/*.py")]
     )
 
 

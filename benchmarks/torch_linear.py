@@ -121,8 +121,8 @@ def part_rows(device: str) -> list[dict[str, Any]]:
     import detkern
     import detkern.torch as dt
     from detkern.tensors import TensorView
-    from detkern.torch import eager, route
-    from detkern.torch.gradients import Settings
+    from detkern.torch.functions import eager, route
+    from detkern.torch.functions.gradients import Settings
 
     x, weight, bias, dy = _tensors(device, False)
     leaves = _tensors(device, True)[:3]
@@ -177,7 +177,7 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("torch/*.py"), package / "tensors/torch.py", package / "plan.py", package / "plan_cache.py",
+        [*package.glob("torch/**/*.py"), package / "tensors/torch.py", package / "plan.py", package / "plan_cache.py",
          *package.glob("operations/*/checks.py"), package / "api.py", package / "call.py", package / "cu/launch.py"]
     )  # fmt: skip
 

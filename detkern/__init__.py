@@ -3,7 +3,8 @@
 from . import config, rows
 from .ahead import preload
 from .api import Explanation, bias_gradient, explain, gemm, gemm_da, gemm_db, linear
-from .engine import Engine
+from .compat.det_gemm import get_op, list_ops
+from .compat.engine import Engine
 from .errors import (
     ArgumentError,
     BackendUnavailable,
@@ -14,7 +15,6 @@ from .errors import (
     DTypeError,
     ShapeError,
 )
-from .ops import get_op, list_ops
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from detkern.torch import coverage
+from detkern.torch.mode import coverage
 
 PAGE = Path(__file__).parents[1] / "docs" / "batch-invariant-mode.md"
 

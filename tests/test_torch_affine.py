@@ -15,7 +15,8 @@ from frameworks import from_torch, same_bits
 
 import detkern
 from detkern.torch import batch_invariant_mode
-from detkern.torch.affine import affine, sum_to
+from detkern.torch.functions.affine import affine
+from detkern.torch.functions.broadcasting import sum_to
 
 
 def _nearest(exact: Fraction) -> np.float32:

@@ -17,7 +17,8 @@ from frameworks import same_bits
 import detkern
 from detkern import rows
 from detkern.errors import ContractUnsupported
-from detkern.torch import batch_invariant_mode, mode
+from detkern.torch import batch_invariant_mode
+from detkern.torch.mode import mode
 
 torch.manual_seed(0)
 sdpa = F.scaled_dot_product_attention

@@ -13,8 +13,8 @@ from frameworks import same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from detkern.torch import attention_blocks
-from detkern.torch.attention_blocks import Formula, backward, forward
+from detkern.torch.functions import attention_blocks
+from detkern.torch.functions.attention_blocks import Formula, backward, forward
 
 torch.manual_seed(0)
 

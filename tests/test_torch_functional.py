@@ -18,7 +18,7 @@ from detkern.operations.gemm import replay as numpy_replay
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt
-from detkern.torch import eager
+from detkern.torch.functions import eager
 
 PAIRS = [(FMA, F32), (FMA, BF16), (MMA16, BF16), (MMA16, F16), (TREE, BF16), (TREE_MMA16, F16)]
 TYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
@@ -210,7 +210,7 @@ def test_layouts_do_not_change_a_bit(device: str) -> None:
 def test_only_the_gradients_asked_for_are_computed(
     wanted: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from detkern.torch import gradients as binding
+    from detkern.torch.functions import gradients as binding
 
     done = []
     product, column = binding.matmul, binding.bias_gradient

@@ -18,7 +18,8 @@ from frameworks import same_bits
 import detkern
 from detkern import rows
 from detkern.errors import ArgumentError, ContractUnsupported
-from detkern.torch import batch_invariant_mode, coverage, mode
+from detkern.torch import batch_invariant_mode
+from detkern.torch.mode import coverage, mode
 
 torch.manual_seed(0)
 A, B, C = torch.randn(9, 70), torch.randn(70, 12), torch.randn(9, 12)
@@ -386,7 +387,7 @@ def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: py
 def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """MUSA, Ascend and ROCm have products alone."""
     monkeypatch.setattr("detkern.registry.kinds_of", lambda operation: frozenset())
-    monkeypatch.setattr("detkern.torch.mode._said", set())
+    monkeypatch.setattr("detkern.torch.mode.mode._said", set())
     weight = torch.ones(9, 1, requires_grad=True)
     calls = (
         X.sum, lambda: X.mean(-1), lambda: X.softmax(-1), lambda: F.cross_entropy(C, torch.zeros(9, dtype=torch.long)),
@@ -403,7 +404,7 @@ def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.Monk
         scaled = C * weight
     torch.testing.assert_close(torch.autograd.grad(scaled, weight, C)[0], (C * C).sum(1, keepdim=True))
     plain = X.softmax(-1)
-    monkeypatch.setattr("detkern.torch.mode._said", set())
+    monkeypatch.setattr("detkern.torch.mode.mode._said", set())
     with batch_invariant_mode(), pytest.warns(UserWarning, match=r"softmax \(cpu\) is not covered"):
         assert torch.equal(X.softmax(-1), plain)
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from frameworks import same_bits
 
 from detkern.errors import ContractUnsupported
-from detkern.torch import batch_invariant_mode, mode
+from detkern.torch import batch_invariant_mode
+from detkern.torch.mode import mode
 
 torch.manual_seed(0)
 X, W, BIAS = torch.randn(6, 24), torch.randn(24, 24), torch.randn(24)

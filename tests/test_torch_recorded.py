@@ -13,7 +13,8 @@ from detkern.errors import DTypeError
 from detkern.operations.operation import Derivative, Operation, PublicCall
 from detkern.operations.rows.operation import ROWS
 from detkern.tensors.types import OUTPUTS
-from detkern.torch import ops, recorded
+from detkern.torch.functions import recorded
+from detkern.torch.functions.registration import register
 
 CALLS = {
     "recorded_softmax": PublicCall("detkern.rows", "softmax", ("x",)),
@@ -39,7 +40,10 @@ RECORD: Operation[Any] = Operation(
     },
     shape_of=_shape_of,
 )  # fmt: skip
-FUNCTIONS = recorded.register(RECORD, ops.library)
+OPS = [recorded.op_of(RECORD, variant) for variant in RECORD.gradients]
+for _op in OPS:
+    register(_op)
+FUNCTIONS = {op.name: recorded.function_of(RECORD, op) for op in OPS}
 PAIRS = [("recorded_softmax", detkern.torch.softmax), ("recorded_mean_square", detkern.torch.mean_square)]
 X = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
 

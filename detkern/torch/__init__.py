@@ -14,13 +14,14 @@ except ImportError as error:
 
     raise ImportError(f"detkern.torch needs PyTorch: {install('torch')} ({error})") from error
 
-from .convert import ConversionReport, convert, revert
-from .functional import bmm, linear, matmul
-from .layers import Linear, zero_main_grads
-from .main_grads import main_grads_to_grad
-from .mode import batch_invariant_mode
-from .recorded import FUNCTIONS as _FUNCTIONS
-from .rows import log_softmax, mean, mean_square, softmax, sum
+from .functions import table as _table  # noqa: F401  (registers the ops)
+from .functions.functional import bmm, linear, matmul
+from .functions.main_grads import main_grads_to_grad
+from .functions.recorded import FUNCTIONS as _FUNCTIONS
+from .functions.rows import log_softmax, mean, mean_square, softmax, sum
+from .layers.convert import ConversionReport, convert, revert
+from .layers.linear import Linear, zero_main_grads
+from .mode.mode import batch_invariant_mode
 
 __all__ = [
     "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "main_grads_to_grad",

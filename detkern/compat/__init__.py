@@ -1,0 +1,1 @@
+"""What users of other deterministic libraries call: det_gemm's operator objects and an engine on raw pointers."""

@@ -1,0 +1,1 @@
+"""Products and row operations on tensors, with gradients, and the ops that PyTorch's dispatcher knows."""

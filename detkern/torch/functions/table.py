@@ -1,0 +1,19 @@
+"""All ops of torch.ops.detkern, registered on import: a new operation that has a module of its own here is one line."""
+
+from __future__ import annotations
+
+from . import affine, attention, gradients, recorded, rows
+from .registration import Op, register
+
+__all__ = ["OPS"]
+
+OPS: tuple[Op, ...] = (
+    *gradients.OPS,
+    *rows.OPS,
+    *affine.OPS,
+    *attention.OPS,
+    *recorded.OPS,
+)
+
+for _op in OPS:
+    register(_op)
