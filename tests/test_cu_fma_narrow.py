@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from detkern.operations.gemm.problem import gemm_problem
 
 from detkern import operands
 from detkern.contracts import FMA
-from detkern.operations.gemm import replay as numpy_replay
 from detkern.cu import geometry
 from detkern.cu.geometry import Load, Tile, launch_for, load_paths
 from detkern.dtypes import BF16, F16, F32, DType, from_numpy
+from detkern.operations.gemm import replay as numpy_replay
+from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
