@@ -120,21 +120,27 @@ def part_rows(device: str) -> list[dict[str, Any]]:
 
     import detkern
     import detkern.torch as dt
-    from detkern.tensors import TensorView
+    from detkern.operations.gemm.checks import LINEAR, plan_product
+    from detkern.tensors.torch import torch_adapter
     from detkern.torch.functions import eager, route
     from detkern.torch.functions.gradients import Settings
 
     x, weight, bias, dy = _tensors(device, False)
     leaves = _tensors(device, True)[:3]
-    eager._ready.clear()
-    dt.linear(x, weight, bias)
-    (ready,) = eager._ready.values()
-    out = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=ready.device)
-    views = [
-        TensorView(tensor.data_ptr(), *form)
-        for tensor, form in ((x, ready.forms[0]), (weight, ready.forms[1]), (out, ready.out), (bias, ready.forms[2]))
-    ]
-    execution = ready.execution()
+    out = dt.linear(x, weight, bias)
+    adapter = torch_adapter()
+    operands = tuple(adapter.view(tensor, "") for tensor in (x, weight, bias))
+    target = adapter.view(out, "")
+
+    def planned() -> Any:
+        a, b, column = operands
+        return plan_product(LINEAR, a, b, False, True, column, None, None, False, None, None)
+
+    plan, m, _ = planned()
+    execution = adapter.execution(target.device)
+
+    def new() -> Any:
+        return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
 
     class Nothing(torch.autograd.Function):  # type: ignore[misc]
         """What PyTorch itself takes to record an operation in Python."""
@@ -142,7 +148,7 @@ def part_rows(device: str) -> list[dict[str, Any]]:
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any, bias: Any, settings: Any) -> Any:
             ctx.save_for_backward(x, weight)
-            return torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=ready.device)
+            return new()
 
         @staticmethod
         def backward(ctx: Any, dc: Any) -> Any:
@@ -153,10 +159,9 @@ def part_rows(device: str) -> list[dict[str, Any]]:
         "detkern.linear": lambda: detkern.linear(x, weight, bias),
         "detkern.torch.linear, no grad": lambda: dt.linear(x, weight, bias),
         "of it: past the dispatcher, with the launch": lambda: eager.linear(x, weight, bias, None, None, None),
-        "of it: the launch": lambda: ready.run(ready.problem, *views, execution),
-        "of it: memory for the result": lambda: torch.empty_strided(
-            ready.shape, ready.strides, dtype=ready.dtype, device=ready.device
-        ),
+        "of it: the plan": planned,
+        "of it: the launch": lambda: plan.run(m, operands, target, execution),
+        "of it: memory for the result": new,
         "of it: whether anything watches": lambda: route.direct(x, weight, bias) and route.recorded(x, weight, bias),
         "an autograd.Function that does nothing": lambda: Nothing.apply(*leaves, settings),
         "detkern.bias_gradient": lambda: detkern.bias_gradient(dy),
