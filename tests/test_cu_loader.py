@@ -92,6 +92,25 @@ def test_an_image_is_whole(architecture: str, folder: Path) -> None:
     assert max(program + sizes[0] * sizes[1], section + sizes[2] * sizes[3]) <= len(image)
 
 
+def test_kernels_are_named_for_what_they_compute() -> None:
+    """A profiler shows the names: of all builds of a device each has its own, an identifier."""
+    from detkern.cu import column_sum, rows
+    from detkern.cu.backend import offered
+
+    builds = [*ahead.builds(offered((9, 0)), (9, 0)), *column_sum.builds(), *rows.builds((9, 0))]
+    names = [build.entry for build in builds]
+    assert len(set(names)) == len(names)
+    assert all(name.isidentifier() and name.startswith("detkern_") for name in names)
+    assert any(name.startswith("detkern_gemm_mma16_bf16_128x192x64x5_in_turn_KK") for name in names)
+    assert any(name.startswith("detkern_bias_gradient_f32_") for name in names)
+    assert any(name.startswith("detkern_rows_SOFTMAX_bf16_") for name in names)
+
+
+def test_a_named_kernel_is_found_by_its_name(folder: Path) -> None:
+    image, _ = loader.compile_kernel(KernelBuild("tiny.cu", (("VALUE", 7),), 0, "tiny f32 8x8"), "compute_90")
+    assert b".entry detkern_tiny_f32_8x8(" in image
+
+
 def test_a_refused_source_shows_the_compilers_words(folder: Path) -> None:
     with pytest.raises(BuildError) as caught:
         loader.compile_kernel(KernelBuild("tiny.cu", (), 0), "sm_90a")

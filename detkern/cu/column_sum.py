@@ -94,7 +94,8 @@ def build_for(tile: SumTile, operand: DType) -> KernelBuild:
         ("THREADS", tile.threads),
         ("SMEM_BYTES", shared),
     )
-    return KernelBuild(SOURCE, macros, shared)
+    name = f"bias_gradient {operand.short} {tile.columns}x{tile.rows} {tile.load.name[0]}"
+    return KernelBuild(SOURCE, macros, shared, name)
 
 
 def builds() -> list[KernelBuild]:

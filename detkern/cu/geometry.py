@@ -292,6 +292,7 @@ def _level_bytes(tile: Tile) -> int:
 def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load_b: Load) -> KernelBuild:
     """What is compiled for a tile, an operand type and the load paths of a and b."""
     shared = _shared_bytes(tile)
+    name = f"gemm {contract} {operand.short} {tile} {load_a.name[0]}{load_b.name[0]} {tile.table}"
     if tile.swapped:
         load_a, load_b = load_b, load_a
     macros = [("OPERAND", operand.code), ("LOAD_A", int(load_a)), ("LOAD_B", int(load_b)), *tile.macros]
@@ -300,7 +301,7 @@ def build_for(contract: Contract, operand: DType, tile: Tile, load_a: Load, load
     if tile.table in ("fma", "fma_narrow", "tree"):
         macros.append(("THREADS", tile.threads))
     macros.append(("SMEM_BYTES", shared))
-    return KernelBuild(f"{tile.table}.cu", tuple(macros), shared)
+    return KernelBuild(f"{tile.table}.cu", tuple(macros), shared, name)
 
 
 def shared_limit(capability: tuple[int, int]) -> int:

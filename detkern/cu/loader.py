@@ -35,6 +35,7 @@ __all__ = [
 _log = logging.getLogger("detkern")
 
 FOLDER = Path(__file__).parent
+# What sources call the kernel. Each build renames it, so that a profiler's list says what ran.
 ENTRY = "detkern_kernel"
 # -fmad=false: a product and a sum are never contracted, so every fused multiply-add is one that the kernel wrote.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -45,16 +46,24 @@ _SPECIFIC = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 @dataclass(frozen=True, slots=True)
 class KernelBuild:
-    """One compilation: a file of this folder and its macros, in the order given."""
+    """One compilation: a file of this folder and its macros, in the order given. name: what of the kernel a profiler should
+    show, in any characters."""
 
     source: str
     macros: tuple[tuple[str, int], ...]
     shared_bytes: int
+    name: str = ""
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in its image."""
+        return "_".join(("detkern", *re.findall(r"\w+", self.name))) if self.name else ENTRY
 
     @property
     def defines(self) -> tuple[str, ...]:
-        """The macros as compiler options."""
-        return tuple(f"-D{name}={value}" for name, value in self.macros)
+        """The macros, and the kernel's name, as compiler options."""
+        renamed = (f"-D{ENTRY}={self.entry}",) if self.name else ()
+        return *(f"-D{name}={value}" for name, value in self.macros), *renamed
 
     def __str__(self) -> str:
         return " ".join((self.source, *self.defines))
@@ -274,7 +283,7 @@ def _load(device: int, capability: tuple[int, int], build: KernelBuild, stream: 
     try:
         module = function.Module()
         module.load(image)
-        kernel = module.get_function(ENTRY)
+        kernel = module.get_function(build.entry)
         driver.funcSetAttribute(kernel.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, build.shared_bytes)
     except driver.CUDADriverError as error:
         raise DeviceError(f"cuda:{device} did not load {build}: {error}") from error

@@ -133,7 +133,9 @@ def build_for(kind: RowKind, operand: DType, tile: RowTile) -> KernelBuild:
         ("KIND", int(kind)), ("OPERAND", operand.code), ("LOAD", int(tile.load)), ("THREADS", tile.threads),
         ("ROWS", tile.rows), ("VALUES", tile.values), ("CLUSTER", tile.cluster), ("HELD", int(tile.held)),
     )  # fmt: skip
-    return KernelBuild(SOURCE, macros, 0)
+    held = " held" if tile.held else ""
+    size = f"{tile.threads}x{tile.values}x{tile.rows}x{tile.cluster}"
+    return KernelBuild(SOURCE, macros, 0, f"rows {kind.name} {operand.short} {size}{held} {tile.load.name}")
 
 
 def _operands(kind: RowKind) -> tuple[DType, ...]:
