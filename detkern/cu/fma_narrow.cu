@@ -31,6 +31,7 @@ constexpr int THREAD_M = TILE_M / (LANES_M * WARPS_M), THREAD_N = TILE_N / (LANE
 constexpr int COMPUTING_THREADS = 32 * WARPS_M * WARPS_N, COPYING_THREADS = 32 * COPYING_WARPS;
 constexpr int STAGE_BYTES = (TILE_M + TILE_N) * (4 * TILE_K + 16), PLACE_OF_B = TILE_M * (4 * TILE_K + 16);
 constexpr int BAND = 16;
+constexpr int STAGE_BARRIER = 1;  // named, since the two roles come to it at different places
 // Groups of fragments are read so many ahead that their latency, some 40 cycles, passes meanwhile: a scheduler may have
 // no other warp to turn to.
 constexpr int GROUPS = TILE_K / CHUNK;  // of a stage
@@ -132,7 +133,7 @@ DETKERN_INLINE void copy_stages(const GemmParams& p, const OutputTile& tile, int
     slot = next_slot(slot);
     if (stage < STAGES - 2) continue;
     copy_async_wait<STAGES - 2>();
-    __syncthreads();  // barrier stage - (STAGES - 2)
+    named_barrier<THREADS>(STAGE_BARRIER);  // barrier stage - (STAGES - 2)
   }
 }
 
@@ -196,7 +197,7 @@ class Chains {
 
   // Adds all products, of at least one k.
   DETKERN_INLINE void run(Accumulators& acc, int64_t stages) {
-    __syncthreads();  // barrier 0
+    named_barrier<THREADS>(STAGE_BARRIER);  // barrier 0
 #pragma unroll
     for (int group = 0; group < AHEAD; ++group) read(group, group);
     do add_stage(acc);
@@ -210,7 +211,7 @@ class Chains {
     for (int group = 0; group < GROUPS; ++group) {
       if (group == GROUPS - AHEAD) {
         slot_ = next_slot(slot_);
-        __syncthreads();  // the barrier of the next stage
+        named_barrier<THREADS>(STAGE_BARRIER);  // of the next stage
       }
       read((group + AHEAD) % GROUPS, (group + AHEAD) % BUFFERS);
       multiply(acc, group % BUFFERS);

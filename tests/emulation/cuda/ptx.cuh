@@ -62,6 +62,12 @@ inline int thread() { return Fibers::of_this_thread().index(); }
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::Fibers::of_this_thread().barrier(); }
+
+// Of all threads: the kernels that run here name no other.
+template <int THREAD_COUNT>
+void named_barrier(int) {
+  emulation::Fibers::of_this_thread().barrier();
+}
 inline int thread_index() { return emulation::thread(); }
 
 inline uint32_t __float_as_uint(float value) {
