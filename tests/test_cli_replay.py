@@ -459,3 +459,13 @@ def test_an_operation_takes_no_option_of_products(tmp_path: Path) -> None:
         str(tmp_path / "sum.npy"),
     ]
     assert CliRunner().invoke(main, ["replay", x, *given]).exit_code == 0
+
+
+def test_a_safetensors_header_that_is_no_object_is_named(folder: Path) -> None:
+    header = b"[1, 2]"
+    Path("list.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    done = run("list.safetensors", "list.safetensors", "--contract", "fma", "--expect", "list.safetensors")
+    assert done.exit_code == 2
+    assert "list.safetensors is no readable .safetensors file: its header is a JSON list" in " ".join(
+        done.output.split()
+    )

@@ -92,6 +92,16 @@ def test_an_image_is_whole(architecture: str, folder: Path) -> None:
     assert max(program + sizes[0] * sizes[1], section + sizes[2] * sizes[3]) <= len(image)
 
 
+def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # In another process: a fault here hangs.
+    asked = (
+        f"from pathlib import Path; from detkern.cu.loader import _read; print(_read(Path({str(tmp_path / 'pipe')!r})))"
+    )
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert said == "None\n"
+
+
 def test_kernels_are_named_for_what_they_compute() -> None:
     """A profiler shows the names: of all builds of a device each has its own, an identifier."""
     from detkern.cu import column_sum, rows

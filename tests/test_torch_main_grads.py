@@ -13,6 +13,7 @@ from frameworks import same_bits, tensor
 
 import detkern
 from detkern.dtypes import BF16, F32
+from detkern.errors import ArgumentError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt
@@ -458,3 +459,11 @@ def test_a_captured_step_hands_over_what_it_gathers() -> None:
             parameter.grad.zero_()
         graph.replay()
         assert equal([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("function", [dt.main_grads_to_grad, dt.zero_main_grads])
+def test_what_is_not_a_module_is_refused(function: Callable[[Any], None]) -> None:
+    made = layer()
+    for wrong in (made.weight, made.parameters(), None):
+        with pytest.raises(ArgumentError, match=r"give the torch\.nn\.Module that holds the parameters"):
+            function(wrong)

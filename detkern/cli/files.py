@@ -183,6 +183,8 @@ def _load_safetensors(location: Location) -> npt.NDArray[Any]:
         if size > _LONGEST_HEADER:
             raise ValueError(f"its header claims {size} bytes")
         header = json.loads(_exactly(file, size))
+        if not isinstance(header, dict):
+            raise TypeError(f"its header is a JSON {type(header).__name__}, not an object of arrays by name")
         key = _pick(location, [name for name in header if name != "__metadata__"])
         entry = header[key]
         start, end = entry["data_offsets"]

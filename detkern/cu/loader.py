@@ -217,9 +217,10 @@ def compiled_image(build: KernelBuild, architecture: str) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """The image in a cache file, or None where the file is missing or damaged."""
+    """The image in a cache file, or None where there is no regular file, or a damaged one."""
     try:
-        return sealed.opened(path.read_bytes())
+        # A pipe would be waited for.
+        return sealed.opened(path.read_bytes()) if path.is_file() else None
     except OSError:
         return None
 

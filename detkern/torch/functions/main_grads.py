@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ArgumentError, DetkernError, DeviceError, DTypeError, ShapeError
 
-__all__ = ["asked", "check", "destination", "main_grads_to_grad", "zero"]
+__all__ = ["asked", "check", "destination", "main_grads_to_grad", "need_module", "zero"]
 
 # On the parameter: (graph task, uses that it has come to), and how many uses hold what no optimizer has been given.
 _USES, _PENDING = "_detkern_uses", "_detkern_pending"
@@ -199,9 +199,11 @@ def main_grads_to_grad(module: torch.nn.Module) -> None:
         module: searched with all its submodules.
 
     Raises:
+        ArgumentError: module is not a torch.nn.Module.
         DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is no float32 tensor of its parameter's shape
             and device; nothing is changed.
     """
+    need_module(module)
     parameters = [
         parameter
         for name, parameter in module.named_parameters()
@@ -210,6 +212,14 @@ def main_grads_to_grad(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in parameters:
             _hand_over(parameter)
+
+
+def need_module(module: Any) -> None:
+    """ArgumentError for what is not a torch.nn.Module."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"module is a {type(module).__qualname__}; give the torch.nn.Module that holds the parameters"
+        )
 
 
 def _hand_over(parameter: Any) -> None:

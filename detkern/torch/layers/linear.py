@@ -174,8 +174,9 @@ def zero_main_grads(module: torch.nn.Module) -> None:
         module: searched with all its submodules. A main_grad that fits is zeroed in place.
 
     Raises:
-        ArgumentError: a parameter that is sharded or computed.
+        ArgumentError: module is not a torch.nn.Module, or a parameter is sharded or computed.
     """
+    main_grads.need_module(module)
     found: dict[int, Any] = {}
     for layer in module.modules():
         if isinstance(layer, Contracted) and layer.accumulate:
