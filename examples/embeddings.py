@@ -141,7 +141,10 @@ def main(folder: Path | None, device: str, dtype: str, picture: Path | None) -> 
     folder = model_folder(folder)
     transformers.utils.logging.set_verbosity_error()  # the pooler's weights are not used
     transformers.utils.logging.disable_progress_bar()
-    model = BertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
+    try:
+        model = BertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
+    except (OSError, ValueError) as error:
+        leave(f"no model in {folder}: {str(error).splitlines()[0]}")
     model = model.to(place, getattr(torch, dtype)).eval()
     found = measure(model, tokens_of(folder))
     table = Table(title=f"{device}, {dtype}: sentences of {len(SENTENCES)} whose embedding has other bits (largest change)",

@@ -210,6 +210,8 @@ def main(
     device: str, dtype: str, width: int, layers: int, batch: int, steps: int, cuts: int, picture: Path | None
 ) -> None:
     """Train twice, then in other micro-batches. Exit code 1 where bits differ that must not."""
+    if width % 32:
+        raise click.BadParameter(f"{width} is not a multiple of 32", param_hint="--width")
     console, place = Console(width=120), torch_device(device)
     torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's gradient is PyTorch's
     failed = False

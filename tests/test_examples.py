@@ -100,6 +100,18 @@ def test_training_twice_and_in_micro_batches(tmp_path: Path) -> None:
     assert picture.stat().st_size > 5000
 
 
+def test_a_width_that_no_head_fits_is_refused() -> None:
+    done = CliRunner().invoke(load("train_deterministic").main, ["--width", "65"])
+    assert done.exit_code == 2
+    assert "65 is not a multiple of 32" in done.output
+
+
+def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    done = CliRunner().invoke(load("embeddings").main, ["--model", str(tmp_path)])
+    assert done.exit_code == 2
+    assert f"no model in {tmp_path}" in done.output
+
+
 def test_a_changed_micro_batch_is_seen() -> None:
     example = load("train_deterministic")
     settings = example.Settings(torch.device("cpu"), torch.float32, 32, 1, 4, 1, True)
