@@ -42,7 +42,7 @@ def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> t
     finally:
         _rehearsals.pop()
         _copies.reset(token)
-    raise ArgumentError(f"{function!r} is no function of detkern's that computes on arrays")
+    raise ArgumentError(f"{function!r} is not a function of detkern's that computes on arrays")
 
 
 class Call:

@@ -53,7 +53,7 @@ def _parse_contract(value: Any) -> dict[DType, Contract]:
         dtype = by_name(type_name)
         if dtype is None:
             known = ", ".join(d.short for d in DTYPES)
-            raise ArgumentError(f"contract: {type_name!r} is no operand type; the types are {known}")
+            raise ArgumentError(f"contract: {type_name!r} is not an operand type; the types are {known}")
         chosen = get_contract(contract_name)
         if dtype not in chosen.operands:
             takes = ", ".join(d.short for d in chosen.operands)

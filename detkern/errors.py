@@ -27,7 +27,7 @@ class ShapeError(DetkernError, ValueError):
 
 
 class DTypeError(DetkernError, TypeError):
-    """An element type, or an object that is no array, where another is needed."""
+    """An element type, or an object that is not an array, where another is needed."""
 
 
 class ArgumentError(DetkernError, ValueError):

@@ -39,7 +39,7 @@ def damage(path: Path, may_be_unsealed: bool = False) -> str | None:
     try:
         # A pipe would be waited for. A directory says so itself.
         if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
-            return f"{path} is no regular file"
+            return f"{path} is not a regular file"
         data = path.read_bytes()
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"

@@ -380,7 +380,7 @@ def test_the_compilation_is_said_once_and_so_is_the_wait(
 
 
 GARBAGE = {
-    'g++ "': r"^CXX=g\+\+ \" is no command: No closing quotation; write a compiler and its arguments",
+    'g++ "': r"^CXX=g\+\+ \" is not a command: No closing quotation; write a compiler and its arguments",
     "   ": "tried CXX=   : not found",
     "/": "tried CXX=/: not found",
     "true": r"^CXX=true: .*true made no library and said nothing; is it a C\+\+ compiler\?",

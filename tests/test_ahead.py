@@ -26,7 +26,7 @@ def test_the_cpus_library_is_loaded() -> None:
 def test_what_there_is_not_is_refused() -> None:
     with pytest.raises(ArgumentError, match="layouts: 'nx' is none of nn, nt, tn, tt"):
         detkern.preload("cpu", layouts="nx")
-    with pytest.raises(ArgumentError, match="device='gpu' is no device"):
+    with pytest.raises(ArgumentError, match="device='gpu' is not a device"):
         detkern.preload("gpu")
     with pytest.raises(DTypeError):
         detkern.preload("cpu", dtypes="float64")

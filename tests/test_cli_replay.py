@@ -160,19 +160,19 @@ def test_block_scaled(folder: Path, b_dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["a.txt", "a.npy"], "'a.txt' is no array file"),
+        (["a.txt", "a.npy"], "'a.txt' is not an array file"),
         (["a.npy:x", "a.npy"], "a .npy file holds one array"),
         (["none.npy", "a.npy"], "none.npy: No such file"),
         (["two.npz", "a.npy"], "two.npz holds 2 arrays; choose one as two.npz:KEY from x, y"),
         (["two.npz:z", "a.npy"], "two.npz has no array 'z'; it has x, y"),
-        (["broken.npz:x", "a.npy"], "broken.npz is no readable .npz file"),
-        (["torn.npz", "a.npy"], "torn.npz is no readable .np"),
+        (["broken.npz:x", "a.npy"], "broken.npz is not a readable .npz file"),
+        (["torn.npz", "a.npy"], "torn.npz is not a readable .np"),
         (["record.npy", "a.npy"], "record.npy: holds [("),
-        (["list.safetensors", "a.npy"], "list.safetensors is no readable"),
-        (["broken.npy", "a.npy"], "broken.npy is no readable .npy file"),
+        (["list.safetensors", "a.npy"], "list.safetensors is not a readable"),
+        (["broken.npy", "a.npy"], "broken.npy is not a readable .npy file"),
         (["short.npy", "a.npy"], "ends 4 bytes early"),
         (["objects.npy", "a.npy"], "it holds Python objects"),
-        (["broken.safetensors", "a.npy"], "broken.safetensors is no readable .safetensors file"),
+        (["broken.safetensors", "a.npy"], "broken.safetensors is not a readable .safetensors file"),
         (["whole.safetensors:i", "a.npy"], "holds I64"),
         (["whole.safetensors", "a.npy"], "choose one as whole.safetensors:KEY from x, i"),
         (["double.npy", "a.npy"], "double.npy: holds float64"),
@@ -180,7 +180,7 @@ def test_block_scaled(folder: Path, b_dtype: Any) -> None:
         (["a.npy", "a.npy", "--trans-b", "--bias", "a.npy"], "bias"),
         (["a.npy", "a.npy", "--trans-b", "--scale-a", "a.npy"], "belong to fp8-block128"),
         (["a.npy", "a.npy", "--trans-b", "--out-dtype", "f16"], "--out-dtype f16: a.npy holds float32"),
-        (["a.npy", "a.npy", "--trans-b", "--dtype", "f8"], "'f8' is no element type"),
+        (["a.npy", "a.npy", "--trans-b", "--dtype", "f8"], "'f8' is not an element type"),
         (["a.npy", "a.npy", "--trans-b"], "the shapes differ: (2, 2) was computed, (2, 3) expected"),
     ],
 )
@@ -236,12 +236,12 @@ def tensor(**entry: Any) -> bytes:
             header("{'descr': '<f4', 'fortran_order': 'no', 'shape': (2, 3)}") + bytes(24),
             "fortran_order is 'no'",
         ),
-        (".npy", header("-" * 60_000), "is no readable .npy file"),
+        (".npy", header("-" * 60_000), "is not a readable .npy file"),
         (".npy", header("{}", 9), "version 9"),
         (".safetensors", tensor(data_offsets=[-8, 16]), "x would begin 8 bytes before the data"),
         (".safetensors", tensor(shape=[-2, -3]), "its shape is (-2, -3)"),
         (".safetensors", tensor(shape=[2.0, 3]), "its shape is (2.0, 3)"),
-        (".safetensors", struct.pack("<Q", 100_000) + b"[" * 100_000, "is no readable .safetensors file"),
+        (".safetensors", struct.pack("<Q", 100_000) + b"[" * 100_000, "is not a readable .safetensors file"),
     ],
 )
 def test_files_that_claim_what_cannot_be(folder: Path, suffix: str, content: bytes, said: str) -> None:
@@ -269,7 +269,7 @@ def test_archives_that_zipfile_cannot_read(folder: Path) -> None:
         Path("torn.npz").write_bytes(torn)
         result = run("torn.npz:x", "torn.npz:x", "--contract", "fma", "--expect", "torn.npz:x")
         assert result.exit_code == 2
-        assert "torn.npz is no readable .npz file" in result.stderr
+        assert "torn.npz is not a readable .npz file" in result.stderr
         assert said in result.stderr
 
 
@@ -441,9 +441,13 @@ def test_an_operation_takes_no_option_of_products(tmp_path: Path) -> None:
     for options, words in (
         (["--operation", "softmax", "--trans-b"], "--trans-b: of products alone, not of softmax"),
         (["--operation", "softmax", "--initial", x], "softmax does not accumulate"),
-        ([], "give --contract NAME for a product, or --operation NAME"),
-        (["--operation", "softmax", "--contract", "fma"], "give --contract NAME for a product, or --operation NAME"),
+        ([], "one of the two: --contract NAME for a product, --operation NAME"),
+        (
+            ["--operation", "softmax", "--contract", "fma"],
+            "one of the two: --contract NAME for a product, --operation NAME",
+        ),
         (["--contract", "fma"], "a product takes two files"),
+        ([x, "--operation", "softmax"], "--operation softmax takes a file each of x; given are 2"),
     ):
         run = CliRunner().invoke(main, ["replay", x, "--expect", x, *options])
         assert run.exit_code == 2, run.output
@@ -466,6 +470,15 @@ def test_a_safetensors_header_that_is_no_object_is_named(folder: Path) -> None:
     Path("list.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     done = run("list.safetensors", "list.safetensors", "--contract", "fma", "--expect", "list.safetensors")
     assert done.exit_code == 2
-    assert "list.safetensors is no readable .safetensors file: its header is a JSON list" in " ".join(
+    assert "list.safetensors is not a readable .safetensors file: its header is a JSON list" in " ".join(
         done.output.split()
     )
+
+
+def test_a_safetensors_entry_that_is_no_object_is_named(folder: Path) -> None:
+    header = b'{"w": [1]}'
+    Path("entry.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    done = run("entry.safetensors", "entry.safetensors", "--contract", "fma", "--expect", "entry.safetensors")
+    assert done.exit_code == 2
+    said = " ".join(done.output.split())
+    assert "entry.safetensors is not a readable .safetensors file: the entry of w is a JSON list, not an object" in said

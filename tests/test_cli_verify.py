@@ -404,7 +404,7 @@ def test_the_same_bits_have_the_same_colour_and_others_do_not(tmp_path: Path) ->
         (["--backend", "nothing"], "the backends are cpu, cuda, triton, musa, ascend, native"),
         (["--device", "cuda:63"], "--device cuda:63: not here"),
         (["--device", "abacus"], "there is cpu"),
-        (["--device", "c p u"], "is no device"),
+        (["--device", "c p u"], "is not a device"),
         (["--backend", "native", "--contract", "mma8"], "native on cpu mma16"),
         (["--contract", "mma9"], "is not one of"),
         (["--property", "speed"], "is not one of"),

@@ -59,7 +59,7 @@ def test_settings_are_not_deleted() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "said"),
     [("contract", "tf32", detkern.ContractUnsupported, "'tf32'"),
-     ("contract", {"f64": "fma"}, detkern.ArgumentError, "'f64' is no operand type; the types are f32"),
+     ("contract", {"f64": "fma"}, detkern.ArgumentError, "'f64' is not an operand type; the types are f32"),
      ("contract", {"f32": "mma16"}, detkern.ArgumentError, "mma16 does not take f32; it takes f16, bf16"),
      ("contract", 16, detkern.ArgumentError, "a contract's name, a mapping"),
      ("contract", "f32=", detkern.ContractUnsupported, "contract=''"),

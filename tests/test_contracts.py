@@ -121,7 +121,7 @@ def test_a_configured_default_binds_the_types_it_lists(value, bound):
     [
         ("mma32", ContractUnsupported, "mma32"),
         ("f32=mma16", ArgumentError, r"mma16 does not take f32; it takes f16, bf16"),
-        ("f64=fma", ArgumentError, r"'f64' is no operand type; .*f32, f16, bf16, e4m3, e5m2"),
+        ("f64=fma", ArgumentError, r"'f64' is not an operand type; .*f32, f16, bf16, e4m3, e5m2"),
         ({"f32": "mm"}, ContractUnsupported, "mm"),
         ({"f32": None}, ContractUnsupported, "None"),
         (16, ArgumentError, "contract must be"),

@@ -353,7 +353,7 @@ def test_a_library_that_this_system_cannot_load_is_built_here(tmp_path: Path, mo
 
 
 GARBAGE_ELSEWHERE = {
-    "CXX": ('g++ "', 'CXX=g++ " is no command: No closing quotation'),
+    "CXX": ('g++ "', 'CXX=g++ " is not a command: No closing quotation'),
     "DETKERN_CACHE_DIR": (str(Path(__file__)), "(DETKERN_CACHE_DIR) cannot be written"),
 }
 

@@ -86,7 +86,7 @@ def test_every_kind_of_operands(contract: Contract, dtype: DType, kind: str) -> 
             assert differing(expected, out.bits()) == 0
 
 
-# Together more than 10^8 elements; the sizes are no multiples of a tile.
+# Together more than 10^8 elements; the sizes are not multiples of a tile.
 _VOLUMES = [(4099, 4001, 40), (517, 1031, 2050), (77, 143, 14336)]
 
 

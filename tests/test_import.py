@@ -63,7 +63,7 @@ def test_frameworks_may_be_absent() -> None:
     )
     first, second = run(code).splitlines()
     assert first == "[[3.0, 3.0], [3.0, 3.0]]"
-    assert second.startswith("a is no array but list")
+    assert second.startswith("a is not an array but list")
 
 
 def test_the_public_names() -> None:

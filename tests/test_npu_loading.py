@@ -114,7 +114,7 @@ def test_what_cannot_be_loaded_is_said(backend: Any, monkeypatch: pytest.MonkeyP
         (tmp_path / "nowhere.so", r"nowhere\.so cannot be loaded: No such file"),
         (tmp_path, "cannot be loaded"),
         (garbage, r"garbage\.so cannot be loaded"),
-        (stub(tmp_path, without="detkern_scratch"), "has no function detkern_scratch; it is no detkern library"),
+        (stub(tmp_path, without="detkern_scratch"), "has no function detkern_scratch; it is not a detkern library"),
         (stub(tmp_path, abi=old), f"ABI version {old}, this detkern needs {mirror.ABI_VERSION} or 2; rebuild"),
         (stub(tmp_path, host=0), f"takes memory of {backend.name} devices, not host memory"),
     ):

@@ -190,7 +190,7 @@ def test_what_the_entry_points_refuse() -> None:
         op.forward_accum_fp32(a, b.astype(np.float16))
     with pytest.raises(ShapeError, match="do not fit"):
         op(a, a)
-    with pytest.raises(DTypeError, match="a is no array but list"):
+    with pytest.raises(DTypeError, match="a is not an array but list"):
         op([1.0], b)
     with pytest.raises(DTypeError, match="not mixed"):
         op(a, b.astype(np.float16))

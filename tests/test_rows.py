@@ -579,7 +579,7 @@ def test_wrong_calls() -> None:
         (DTypeError, "x is float8_e4m3fn; softmax takes", lambda: rows.softmax(x.astype(ml_dtypes.float8_e4m3fn))),
         (DTypeError, "dy is float32 and y is float16.*cast y", lambda: rows.softmax_backward(x, half, out=out)),
         (DTypeError, "out_dtype=float16 but out is float32", lambda: rows.softmax(half, out=out, out_dtype="f16")),
-        (DTypeError, "x is no array", lambda: rows.mean([1.0])),
+        (DTypeError, "x is not an array", lambda: rows.mean([1.0])),
         (ArgumentError, "out shares memory with x", lambda: rows.softmax(out, out=out)),
         (ArgumentError, "width=-1", lambda: rows.sum_backward(x[0], -1)),
         (ArgumentError, "width=True", lambda: rows.sum_backward(x[0], True)),

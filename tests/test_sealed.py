@@ -52,4 +52,4 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         f"from pathlib import Path; from detkern.sealed import damage; print(damage(Path({str(tmp_path / 'pipe')!r})))"
     )
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=30, check=True).stdout
-    assert said == f"{tmp_path / 'pipe'} is no regular file\n"
+    assert said == f"{tmp_path / 'pipe'} is not a regular file\n"

@@ -83,7 +83,7 @@ def test_numpy_views_that_need_a_copy_and_those_that_do_not() -> None:
     said: list[str] = []
     planned = NUMPY.view(field, "a", None, said)
     assert (planned.pointer, planned.shape, planned.strides) == (0, (3, 4), (4, 1))
-    assert said == ["a: strides of (20, 5) bytes are no multiples of its 4-byte elements"]
+    assert said == ["a: strides of (20, 5) bytes are not multiples of its 4-byte elements"]
     # A stride that is never used may be anything.
     one = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), (1, 3), (7, 4))
     assert view_of(one).pointer == one.ctypes.data

@@ -365,7 +365,7 @@ BAD = [
     (lambda: dt.matmul(torch.ones(4, 8), torch.ones(7, 6)), detkern.ShapeError, "K is 8 in a"),
     (lambda: dt.matmul(torch.ones(4, 8), torch.ones(8, 6), contract="mma16"), NotImplementedError, "takes bf16 and f16|f16"),
     (lambda: dt.matmul(torch.ones(4, 8), torch.ones(8, 6), contract="mma"), NotImplementedError, "does not exist"),
-    (lambda: dt.matmul(torch.ones(4, 8), np.ones((8, 6))), detkern.DTypeError, "b is no torch.Tensor but ndarray"),
+    (lambda: dt.matmul(torch.ones(4, 8), np.ones((8, 6))), detkern.DTypeError, "b is not a torch.Tensor but ndarray"),
     (lambda: dt.linear(torch.ones(4, 8), torch.ones(6, 8), out_dtype=torch.int8), detkern.DTypeError, "out_dtype=int8"),
     (lambda: dt.linear(torch.ones(4, 8), torch.ones(6, 8), backend="native"), detkern.ArgumentError, "no contract"),
     (lambda: dt.linear(torch.ones(4, 8).to_sparse(), torch.ones(6, 8)), detkern.DTypeError, "to_dense"),

@@ -79,8 +79,11 @@ def hooked() -> torch.nn.Linear:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.nn.Conv1d(8, 6, 1), r"layer is no torch\.nn\.Linear but Conv1d; build a detkern\.torch\.Linear"),
-        (lambda: "linear", r"layer is no torch\.nn\.Linear but str"),
+        (
+            lambda: torch.nn.Conv1d(8, 6, 1),
+            r"layer is not a torch\.nn\.Linear but Conv1d; build a detkern\.torch\.Linear",
+        ),
+        (lambda: "linear", r"layer is not a torch\.nn\.Linear but str"),
         (
             lambda: Doubled(8, 6),
             r"layer, a Doubled, has a forward of its own, .*: call detkern\.torch\.linear\(x, layer",
@@ -264,10 +267,10 @@ def test_wrong_arguments_change_nothing() -> None:
         detkern.ArgumentError, match=r"skip='head' is the name of no Linear here; there are '0', '2\.router'"
     ):
         dt.convert(net, skip=["0", "head"])
-    with pytest.raises(detkern.ArgumentError, match=r"skip=3 is no name"):
+    with pytest.raises(detkern.ArgumentError, match=r"skip=3 is not a name"):
         dt.convert(net, skip=3)  # type: ignore[arg-type]
     for change in (dt.convert, dt.revert):
-        with pytest.raises(detkern.ArgumentError, match=r"module is no torch\.nn\.Module but list"):
+        with pytest.raises(detkern.ArgumentError, match=r"module is not a torch\.nn\.Module but list"):
             change([net])  # type: ignore[arg-type]
     with pytest.raises(detkern.ContractUnsupported, match="does not exist"):
         dt.convert(net, contract="exact")

@@ -302,7 +302,7 @@ def test_a_wrong_main_grad_changes_nothing() -> None:
 
 
 NO_PLACE = {
-    "no tensor": (lambda: "zeros", detkern.ArgumentError, "is no torch.Tensor but str"),
+    "no tensor": (lambda: "zeros", detkern.ArgumentError, "is not a torch.Tensor but str"),
     "another type": (lambda: torch.zeros(WIDTH, WIDTH, dtype=torch.float64), detkern.DTypeError, "is torch.float64"),
     "another device": (lambda: torch.zeros(WIDTH, WIDTH, device="meta"), detkern.DeviceError, "is on meta"),
     "sparse": (lambda: torch.zeros(WIDTH, WIDTH).to_sparse(), detkern.ArgumentError, "torch.sparse_coo"),
@@ -465,5 +465,5 @@ def test_a_captured_step_hands_over_what_it_gathers() -> None:
 def test_what_is_not_a_module_is_refused(function: Callable[[Any], None]) -> None:
     made = layer()
     for wrong in (made.weight, made.parameters(), None):
-        with pytest.raises(ArgumentError, match=r"give the torch\.nn\.Module that holds the parameters"):
+        with pytest.raises(ArgumentError, match=r"is not a torch\.nn\.Module but \w+; give the one that holds"):
             function(wrong)

@@ -78,7 +78,7 @@ def test_under_a_compiler_and_a_transform(name: str, known: Any) -> None:
 
 
 def test_what_is_no_tensor_is_named() -> None:
-    with pytest.raises(DTypeError, match=r"x is no torch\.Tensor but list"):
+    with pytest.raises(DTypeError, match=r"x is not a torch\.Tensor but list"):
         FUNCTIONS["recorded_softmax"]([1.0])
     with pytest.raises(AttributeError, match="no attribute 'row_median'"):
         detkern.torch.row_median  # noqa: B018

@@ -156,7 +156,7 @@ def test_a_dimension_that_there_is_not_is_named(name: str) -> None:
 
 def test_what_is_no_tensor_is_named() -> None:
     for name in REFERENCES:
-        with pytest.raises(DTypeError, match=r"x is no torch\.Tensor but ndarray"):
+        with pytest.raises(DTypeError, match=r"x is not a torch\.Tensor but ndarray"):
             getattr(detkern.torch, name)(torch.ones(2, 3).numpy())
 
 

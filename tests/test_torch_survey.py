@@ -79,12 +79,12 @@ ODD = {
     "quantised": (quantised, "its weight is torch.qint8"),
     "dynamic": (
         lambda: torch.ao.nn.quantized.dynamic.Linear(8, 6),
-        "Linear is no torch.nn.Linear",
+        "Linear is not a torch.nn.Linear",
     ),
     "conv": (lambda: torch.nn.Conv2d(3, 4, 2), "Conv2d computes products of another kind"),
     "lstm": (lambda: torch.nn.LSTM(8, 6), "LSTM computes products of another kind"),
     "bilinear": (lambda: torch.nn.Bilinear(8, 6, 4), "Bilinear computes products of another kind"),
-    "router": (Router, r"Router is no torch.nn.Linear and holds weight [4, 8], whose products have no contract"),
+    "router": (Router, r"Router is not a torch.nn.Linear and holds weight [4, 8], whose products have no contract"),
 }
 
 

@@ -13,7 +13,7 @@ from benchmarks import persistent_triton
 
 generator = torch.Generator().manual_seed(1)
 compared = 0
-# More tiles than programs, sizes that are no multiple of a tile, a band that is cut, each layout.
+# More tiles than programs, sizes that are not a multiple of a tile, a band that is cut, each layout.
 for m, n, k, trans_a, trans_b in ((130, 260, 72, False, True), (1, 8, 64, False, True), (129, 24, 40, False, False),
                                   (1100, 136, 8, True, False)):  # fmt: skip
     a = torch.randn((k, m) if trans_a else (m, k), generator=generator).to(torch.float16)

@@ -99,7 +99,7 @@ def _words(text: str, variable: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise BuildError(f"{variable}={text} is no command: {error}; write a compiler and its arguments") from None
+        raise BuildError(f"{variable}={text} is not a command: {error}; write a compiler and its arguments") from None
 
 
 def _flags_of_the_environment(variable: str = "CXX") -> tuple[str, ...]:

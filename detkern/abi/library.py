@@ -154,7 +154,7 @@ class Library:
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise BackendUnavailable(f"{self.path} has no function {name}; it is no detkern library") from None
+            raise BackendUnavailable(f"{self.path} has no function {name}; it is not a detkern library") from None
         if arguments is not None:
             function.argtypes = arguments
         function.restype = result

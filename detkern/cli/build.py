@@ -31,7 +31,7 @@ def build() -> None:
 def _capability(text: str) -> tuple[int, int]:
     matched = re.fullmatch(r"(\d+)\.(\d)", text)
     if matched is None:
-        raise click.BadParameter(f"{text!r} is no compute capability; write one as 9.0")
+        raise click.BadParameter(f"{text!r} is not a compute capability; write one as 9.0")
     return int(matched[1]), int(matched[2])
 
 

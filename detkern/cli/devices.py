@@ -131,7 +131,7 @@ def fetch(array: Any) -> npt.NDArray[Any]:
     if hasattr(array, "data_ptr"):
         dtype = by_name(str(array.dtype).removeprefix("torch."))
         if dtype is None:
-            raise DeviceError(f"a tensor of {array.dtype} is no result")
+            raise DeviceError(f"a tensor of {array.dtype} is not a result")
         return np.asarray(bit_patterns(array.cpu().contiguous()).numpy()).view(dtype.numpy)
     dtype = np.dtype(array.dtype)
     if from_numpy(dtype) in (F32, F16):

@@ -56,7 +56,7 @@ def parse_location(text: str) -> Location:
     matched = re.match(r"(?is)(.*?\.(npy|npz|safetensors))(?::(.+))?$", text)
     if matched is None:
         raise ArgumentError(
-            f"{text!r} is no array file: give FILE.npy, FILE.npz:KEY or FILE.safetensors:KEY "
+            f"{text!r} is not an array file: give FILE.npy, FILE.npz:KEY or FILE.safetensors:KEY "
             "(:KEY may be left out where the file holds one array)"
         )
     path, suffix, key = matched.groups()
@@ -152,7 +152,7 @@ def _wrong_format(location: Location, suffix: str) -> Iterator[None]:
         if isinstance(error, DetkernError):
             raise
         said = str(error) or type(error).__name__
-        raise ArgumentError(f"{location.path} is no readable {suffix} file: {said:.200}") from None
+        raise ArgumentError(f"{location.path} is not a readable {suffix} file: {said:.200}") from None
 
 
 def _pick(location: Location, keys: list[str]) -> str:
@@ -187,6 +187,8 @@ def _load_safetensors(location: Location) -> npt.NDArray[Any]:
             raise TypeError(f"its header is a JSON {type(header).__name__}, not an object of arrays by name")
         key = _pick(location, [name for name in header if name != "__metadata__"])
         entry = header[key]
+        if not isinstance(entry, dict):
+            raise TypeError(f"the entry of {key} is a JSON {type(entry).__name__}, not an object")
         start, end = entry["data_offsets"]
         dtype = _SAFETENSORS.get(entry["dtype"])
         if dtype is None:

@@ -33,7 +33,7 @@ def element_type(text: str) -> DType:
     """A type's name, short or long."""
     dtype = by_name(text)
     if dtype is None:
-        raise click.BadParameter(f"{text!r} is no element type; the types are {', '.join(d.short for d in DTYPES)}")
+        raise click.BadParameter(f"{text!r} is not an element type; the types are {', '.join(d.short for d in DTYPES)}")
     return dtype
 
 
@@ -41,7 +41,7 @@ def device(text: str) -> Device:
     """cpu, cuda (the first) or cuda:1."""
     matched = re.fullmatch(r"([a-z]+)(?::(\d+))?", text)
     if matched is None:
-        raise click.BadParameter(f"{text!r} is no device; write cpu, cuda or cuda:1")
+        raise click.BadParameter(f"{text!r} is not a device; write cpu, cuda or cuda:1")
     return Device(matched[1], int(matched[2] or 0))
 
 

@@ -85,7 +85,7 @@ class _Call:
         call = self.operation.call(variant)
         if len(self.operands) != len(call.operands):
             raise ArgumentError(
-                f"--operation {variant} takes {' and '.join(call.operands)}, {len(call.operands)} files"
+                f"--operation {variant} takes a file each of {' and '.join(call.operands)}; given are {len(self.operands)}"
             )
         arguments: dict[str, Any] = {"out_dtype": out_dtype.name}
         if self.initial is not None:
@@ -105,7 +105,7 @@ class _Call:
     "--operation",
     type=OPERATION,
     metavar="NAME",
-    help=f"What C is of the files, where it is no product: {', '.join(OPERATION.choices)}.",
+    help=f"What C is of the files, where it is not a product: {', '.join(OPERATION.choices)}.",
 )
 @click.option(
     "--contract",
@@ -174,7 +174,9 @@ def replay(
     Exit codes: 0 equal, by at least one of several contracts, 1 different, 2 the comparison could not be made.
     """
     if (operation is None) == (not names):
-        raise ArgumentError("give --contract NAME for a product, or --operation NAME for another operation")
+        raise ArgumentError(
+            "give one of the two: --contract NAME for a product, --operation NAME for another operation"
+        )
     arrays = [load(a, dtype)] if b is None else [load(a, dtype), load(b, dtype)]
     expected = _expected(c, out_dtype, dtype)
     wanted = from_numpy(expected.dtype)

@@ -66,7 +66,7 @@ class Engine:
         rows = [row for row in registry.TABLE if (row.name == backend if backend is not None else row.dispatched)]
         if not rows or not rows[0].dispatched:
             known = ", ".join(registry.dispatched_names())
-            raise ArgumentError(f"backend={backend!r} is no backend that follows contracts; those are {known}")
+            raise ArgumentError(f"backend={backend!r} is not a backend that follows contracts; those are {known}")
         kind = self.device.kind
         here = [row for row in rows if (row.chosen_on(kind) if backend is None else kind in row.devices)]
         if not here:
@@ -250,11 +250,11 @@ class Engine:
         # Another device has none of them for its default.
         contract = default_contract(dtype, self.device.kind, capability)
         if contract.step is None:
-            has = ", ".join(c.name for c in CONTRACTS.values() if c.step is not None and dtype in c.operands) or "none"
-            raise ContractUnsupported(
-                f"tensor_cores=True: {self.device} has no tensor-core contract for {dtype} (there is {has} elsewhere); "
-                "tensor_cores=False computes fma"
-            )
+            elsewhere = ", ".join(c.name for c in CONTRACTS.values() if c.step is not None and dtype in c.operands)
+            lacks = f"no tensor-core contract takes {dtype}"
+            if elsewhere:
+                lacks = f"{self.device} has no tensor-core contract for {dtype}, others have {elsewhere}"
+            raise ContractUnsupported(f"tensor_cores=True: {lacks}; tensor_cores=False computes fma")
         self._tensor_core_contracts[dtype] = contract.name
         return contract.name
 
@@ -369,7 +369,7 @@ def _check(views: Any, out: TensorView, out_name: str) -> None:
             raise ArgumentError(f"{name} is a null pointer; it has shape {list(view.shape)}")
         if view.pointer % view.dtype.itemsize:
             raise ArgumentError(
-                f"{name}={view.pointer:#x} is no address of {view.dtype}; it must be a multiple of its size"
+                f"{name}={view.pointer:#x} is not an address of {view.dtype}; it must be a multiple of its size"
             )
         # No matrix takes more than 2^62 bytes, so most addresses need no product.
         if view.pointer >> 62 and view.pointer + math.prod(view.shape) * view.dtype.itemsize > _ADDRESSES:

@@ -217,7 +217,7 @@ def compiled_image(build: KernelBuild, architecture: str) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """The image in a cache file, or None where there is no regular file, or a damaged one."""
+    """The image in a cache file, or None where there is not a regular file, or a damaged one."""
     try:
         # A pipe would be waited for.
         return sealed.opened(path.read_bytes()) if path.is_file() else None

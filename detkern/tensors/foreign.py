@@ -162,7 +162,7 @@ class _CudaArrayInterface(_Foreign):
         strides = contiguous_strides(shape) if steps is None else element_strides(shape, steps, dtype.itemsize)
         if strides is None:
             raise ArgumentError(
-                f"{argument}: strides of {steps} bytes are no multiples of its {dtype.itemsize}-byte elements; "
+                f"{argument}: strides of {steps} bytes are not multiples of its {dtype.itemsize}-byte elements; "
                 "give a contiguous array"
             )
         return TensorView(pointer, shape, strides, dtype, self._device(pointer, argument), bool(readonly), array)

@@ -14,7 +14,7 @@ _BY_TYPE: dict[type, Adapter] = {}
 
 
 def adapter_for(array: Any, argument: str) -> Adapter:
-    """The adapter of the array's type; DTypeError, naming what would work, where it is no array."""
+    """The adapter of the array's type; DTypeError, naming what would work, where it is not an array."""
     adapter = _BY_TYPE.get(type(array))
     if adapter is None:
         adapter = _find(array, argument)
@@ -56,4 +56,4 @@ def _find(array: Any, argument: str) -> Adapter:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("scipy.sparse"):
         raise DTypeError(f"{argument} is sparse ({name}); make it dense, as in {argument}.toarray()")
-    raise DTypeError(f"{argument} is no array but {name}; give an array, as in np.asarray({argument}, np.float32)")
+    raise DTypeError(f"{argument} is not an array but {name}; give an array, as in np.asarray({argument}, np.float32)")

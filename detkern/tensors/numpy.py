@@ -67,7 +67,7 @@ class _NumPy(Adapter):
         strides = element_strides(array.shape, array.strides, dtype.itemsize)
         if strides is None:
             reason = (
-                f"{argument}: strides of {array.strides} bytes are no multiples of its {dtype.itemsize}-byte elements"
+                f"{argument}: strides of {array.strides} bytes are not multiples of its {dtype.itemsize}-byte elements"
             )
             if writable:
                 raise ArgumentError(f"{reason}; give one whose strides are, such as a contiguous array")

@@ -38,7 +38,7 @@ def device_of(value: Any) -> Device:
         kind, _, ordinal = str(value).partition(":")
     if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
         raise ArgumentError(
-            f"device={value!r} is no device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
+            f"device={value!r} is not a device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
         )
     return Device(kind, int(ordinal or 0))
 
@@ -79,10 +79,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def element_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Strides of bytes in elements, or None where one is no multiple of the element's size.
+    """Strides of bytes in elements, or None where one is not a multiple of the element's size.
 
     The stride of a dimension of size one, and every stride of an empty array, is never used and may be anything: it
-    becomes 0 where it is no multiple.
+    becomes 0 where it is not a multiple.
     """
     if itemsize == 1:
         return strides

@@ -49,7 +49,7 @@ def plan_block_scaled(
     block = FP8_BLOCK128.k_multiple
     if k % block:
         raise ShapeError(
-            f"a {list(a.shape)} has K = {k}, which is no multiple of {block}; pad a and b with zeros along K"
+            f"a {list(a.shape)} has K = {k}, which is not a multiple of {block}; pad a and b with zeros along K"
         )
     _need_shape(scale_a, "scale_a", (m, k // block), f"one scale per row of a and block of {block} k")
     _need_shape(scale_b, "scale_b", (k // block, n), f"one scale per block of {block} k and column of b")

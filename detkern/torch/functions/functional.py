@@ -207,6 +207,6 @@ def _need_tensors(*arguments: tuple[Any, str]) -> None:
     for value, name in arguments:
         if not isinstance(value, torch.Tensor) and not (value is None and name == "bias"):
             raise DTypeError(
-                f"{name} is no torch.Tensor but {type(value).__qualname__}; detkern.gemm and detkern.linear take the "
+                f"{name} is not a torch.Tensor but {type(value).__qualname__}; detkern.gemm and detkern.linear take the "
                 "arrays of other frameworks"
             )

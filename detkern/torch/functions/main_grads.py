@@ -167,7 +167,7 @@ def _misfit(parameter: Any, main_grad: Any, name: str) -> DetkernError | None:
     """Why main_grad cannot be the accumulator of a parameter; None where it can."""
     if not isinstance(main_grad, torch.Tensor):
         return ArgumentError(
-            f"{name}.main_grad is no torch.Tensor but {type(main_grad).__name__}; give a float32 tensor of shape "
+            f"{name}.main_grad is not a torch.Tensor but {type(main_grad).__name__}; give a float32 tensor of shape "
             f"{list(parameter.shape)}"
         )
     if main_grad.dtype != torch.float32:
@@ -200,7 +200,7 @@ def main_grads_to_grad(module: torch.nn.Module) -> None:
 
     Raises:
         ArgumentError: module is not a torch.nn.Module.
-        DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is no float32 tensor of its parameter's shape
+        DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is not a float32 tensor of its parameter's shape
             and device; nothing is changed.
     """
     need_module(module)
@@ -218,7 +218,7 @@ def need_module(module: Any) -> None:
     """ArgumentError for what is not a torch.nn.Module."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
-            f"module is a {type(module).__qualname__}; give the torch.nn.Module that holds the parameters"
+            f"module is not a torch.nn.Module but {type(module).__qualname__}; give the one that holds the layers"
         )
 
 

@@ -83,7 +83,7 @@ def function_of(operation: Operation[Any], op: Op) -> Callable[..., Any]:
         for tensor, name in zip(tensors, public.operands, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise DTypeError(
-                    f"{name} is no torch.Tensor but {type(tensor).__name__}; {public.module} takes other arrays"
+                    f"{name} is not a torch.Tensor but {type(tensor).__name__}; {public.module} takes other arrays"
                 )
         wanted = None if out_dtype is None else torch_dtype(out_dtype)
         third = tensors[1] if len(tensors) > 2 else None

@@ -48,7 +48,7 @@ def sum(
         x's shape without dim, or with keepdim with 1 there.
 
     Raises:
-        ShapeError: x has no such dimension. ArgumentError: dim is no whole number, or names a dimension twice.
+        ShapeError: x has no such dimension. ArgumentError: dim is not a whole number, or names a dimension twice.
         All others as `detkern.rows.sum`.
     """
     return _reduced("sum", x, dim, keepdim, out_dtype, backend)
@@ -150,7 +150,7 @@ def _run(name: str, out_dtype: Any, backend: str | None, *operands: Any) -> Any:
     """The operation in the form that fits the tensors."""
     if not isinstance(operands[0], torch.Tensor):
         raise DTypeError(
-            f"x is no torch.Tensor but {type(operands[0]).__name__}; detkern.rows takes the arrays of other frameworks"
+            f"x is not a torch.Tensor but {type(operands[0]).__name__}; detkern.rows takes the arrays of other frameworks"
         )
     if out_dtype is not None:
         out_dtype = torch_dtype(out_dtype)

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ...errors import ArgumentError
+from ..functions.main_grads import need_module
 from . import instance_forward, survey
 from .classes import twin
 from .linear import SETTINGS, Contracted, Linear
@@ -96,7 +97,7 @@ def convert(
         ContractUnsupported, DTypeError: as `detkern.torch.Linear`; nothing is changed.
     """
     wanted = Linear(1, 1, False, "meta", out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
-    _need_module(module)
+    need_module(module)
     read = survey.read_not_called(module)
     reasons = {id(part): survey.why_left(part, read, wanted) for part in module.modules()}
 
@@ -144,7 +145,7 @@ def revert(module: torch.nn.Module, *, skip: Skip = ()) -> torch.nn.Module:
     Raises:
         ArgumentError: as `convert`.
     """
-    _need_module(module)
+    need_module(module)
     names, skipped = _named(module, lambda part: isinstance(part, Contracted), skip)
     for key, (_, layer) in names.items():
         if key in skipped or twin(type(layer)) is None:  # the second: a class of the user's own, made from Linear
@@ -184,18 +185,13 @@ def _set_fast_paths(module: torch.nn.Module) -> None:
             setattr(part, switch, part.__dict__.pop(_FAST_PATH))
 
 
-def _need_module(module: Any) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"module is no torch.nn.Module but {type(module).__name__}")
-
-
 def _named(
     module: torch.nn.Module, considered: Callable[[Any], bool], skip: Skip
 ) -> tuple[dict[int, tuple[str, Any]], set[int]]:
     """The layers considered with their first name, by id, and which of them are skipped: a layer with several names is
     skipped by any of them."""
     if not isinstance(skip, Iterable) and not callable(skip):
-        raise ArgumentError(f"skip={skip!r} is no name, no names and no function (name, layer) -> bool")
+        raise ArgumentError(f"skip={skip!r} is not a name, names or a function (name, layer) -> bool")
     named = [(name, part) for name, part in module.named_modules(remove_duplicate=False) if considered(part)]
     first: dict[int, tuple[str, Any]] = {}
     for name, part in named:

@@ -144,7 +144,7 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
 def _need_plain(layer: Any) -> None:
     if not isinstance(layer, torch.nn.Linear):
         raise ArgumentError(
-            f"layer is no torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the weight, as "
+            f"layer is not a torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the weight, as "
             "[out_features, in_features], or call detkern.torch.linear in the module's own forward"
         )
     name = type(layer).__name__

@@ -127,8 +127,8 @@ def _why_unknown(module: Any) -> str | None:
         and parameter[0].numel() > 1
     ]
     if matrices:
-        return f"{kind} is no torch.nn.Linear and holds {', '.join(matrices)}, whose products have no contract"
-    return f"{kind} is no torch.nn.Linear" if _is_other_linear(module) else None
+        return f"{kind} is not a torch.nn.Linear and holds {', '.join(matrices)}, whose products have no contract"
+    return f"{kind} is not a torch.nn.Linear" if _is_other_linear(module) else None
 
 
 def _is_other_linear(module: Any) -> bool:
