@@ -72,7 +72,7 @@ def test_without_a_device_it_asks_for_a_capability(monkeypatch: pytest.MonkeyPat
     assert "--capability" in result.output
     result = CliRunner().invoke(main, ["build", "cuda", "--capability", "nine"])
     assert result.exit_code == 2
-    assert "no compute capability" in result.output
+    assert "is not a compute capability" in result.output
 
 
 @pytest.mark.parametrize(
