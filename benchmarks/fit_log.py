@@ -11,7 +11,6 @@ benchmarks/results/h200.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import statistics
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import timing
+from . import peers, timing
 from .drawn import FITTING_SEEDS, Drawn, draw
 from .forced import forced_calls, seen
 from .pool import Pool, Set
@@ -52,27 +51,22 @@ def line_of(seed: int, drawn: Drawn, loads: str, chosen: str, us: dict[str, floa
 
 def measure(device: Any, seed: int, drawn: Drawn, sets: list[Set]) -> dict[str, Any] | None:
     """The line of a product; None where no tile of Hopper's kernels computes it."""
-    import torch
-
     from detkern.cu import geometry
     from detkern.cu.device import describe
 
     facts = describe(0)
+    sets = sets[:MOST_SETS]
     if drawn.accumulate:
         for one in sets:
             one.out.zero_()
-    sets = sets[:MOST_SETS]
     problem, views = seen(drawn.product, [one[:3] for one in sets], drawn.accumulate)
     chosen, timed, _ = considered(problem, facts.capability, facts.multiprocessors, WITHIN)
     tiles = [tile for tile in timed if tile.by_tma]
     if not tiles:
         return None
-    product = drawn.product
-    calls = []
-    for one in sets:
-        a, b = (one.a.t() if product.trans_a else one.a), (one.b.t() if product.trans_b else one.b)
-        calls.append(functools.partial(torch.matmul, a, b, out=one.peer_out))
-    captured = {"cublas": timing.capture(device, calls)}
+    cublas, *_ = peers.here(())[0]
+    calls = [cublas.bind(drawn.product, one.a, one.b, one.peer_out) for one in sets]
+    captured = {cublas.name: timing.capture(device, calls)}
     for tile in tiles:
         captured[str(tile)] = timing.capture(device, forced_calls(problem, tile, views))
     times = timing.interleave(device, captured, TURNS, WARM, TURN_US)

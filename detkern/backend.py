@@ -48,7 +48,10 @@ class Implementation(Protocol[_P_contra]):
 
 
 class Backend(Protocol):
-    """A backend knows problems and views, never torch or jax. Dispatch refuses the operations that it does not name."""
+    """A backend knows problems and views, never torch or jax. Dispatch refuses the operations that it does not name.
+
+    One that has something to load ahead also has `preload`, as `CudaBackend` does; `detkern.preload` names those that lack it.
+    """
 
     name: str
     deterministic: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
@@ -17,14 +18,8 @@ __all__ = ["builds", "compile_ahead", "of_layouts"]
 
 def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[KernelBuild]:
     """Every kernel that a launch of these contracts on a device of that capability may need."""
-    result: dict[KernelBuild, None] = {}
-    for contract in contracts:
-        for operand in contract.operands:
-            for tile in tiles_for(contract, operand):
-                if fits(tile, capability):
-                    for load_a, load_b in sorted(tile.loads):
-                        result[build_for(contract, operand, tile, load_a, load_b)] = None
-    return list(result)
+    pairs = ((contract, operand) for contract in contracts for operand in contract.operands)
+    return _builds(pairs, capability, frozenset(itertools.product(Load, Load)))
 
 
 def of_layouts(
@@ -32,14 +27,20 @@ def of_layouts(
 ) -> list[KernelBuild]:
     """Every kernel that products of these contracts and operand types may need whose lines of a and b start at multiples of 16
     bytes. along_k: whether these lines run along k."""
-    loads = [tuple(Load.K_MAJOR if along else Load.MN_MAJOR for along in both) for both in along_k]
+    path = {True: Load.K_MAJOR, False: Load.MN_MAJOR}
+    return _builds(pairs, capability, frozenset((path[a], path[b]) for a, b in along_k))
+
+
+def _builds(
+    pairs: Iterable[tuple[Contract, DType]], capability: tuple[int, int], loads: frozenset[tuple[Load, Load]]
+) -> list[KernelBuild]:
+    """Of every tile that fits the device, on those of its load paths that are asked for; each once."""
     result: dict[KernelBuild, None] = {}
     for contract, operand in pairs:
         for tile in tiles_for(contract, operand):
             if fits(tile, capability):
-                for load_a, load_b in loads:
-                    if (load_a, load_b) in tile.loads:
-                        result[build_for(contract, operand, tile, load_a, load_b)] = None
+                for load_a, load_b in sorted(tile.loads & loads):
+                    result[build_for(contract, operand, tile, load_a, load_b)] = None
     return list(result)
 
 

@@ -58,7 +58,8 @@ class CudaBackend:
         from .ahead import of_layouts
         from .preload import load_all
 
-        return load_all(describe(device.index), of_layouts(pairs, along_k, describe(device.index).capability))
+        facts = describe(device.index)
+        return load_all(facts, of_layouts(pairs, along_k, facts.capability))
 
     def facts(self, device: Device) -> dict[str, str]:
         """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract, and of

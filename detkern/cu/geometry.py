@@ -4,9 +4,9 @@ The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the 
 ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
 multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
 --tiles`); and the operand types it is for, where not for all. Tiles of mma_wgmma.json are chosen by time_model.py instead,
-whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model (docs/hopper.md). Each kernel file says in its head what its macros mean and how much shared memory
-and scratch they need; those formulas are repeated here. Of the other kernels, what was measured on whole shapes goes before
-what wave_us predicts (tuned.py).
+whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model (docs/hopper.md). Each kernel file says in its
+head what its macros mean and how much shared memory and scratch they need; those formulas are repeated here. Of the other
+kernels, what was measured on whole shapes goes before what wave_us predicts (tuned.py).
 """
 
 from __future__ import annotations

@@ -64,11 +64,17 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
     )  # fmt: skip
 
 
+# `OutPath` of params.cuh.
+_OUT_ANY, _OUT_BOXES, _OUT_PAIRS = 0, 1, 2
+
+
 def _out_path(problem: GemmProblem, maps: Maps | None) -> int:
-    """`OutPath` of params.cuh."""
+    """How the kernel writes outputs. maps: where it takes any; the kernels without have one way."""
     if maps is None:
-        return 0
-    return 1 if maps.out is not None else 2 * out_pairs(problem)
+        return _OUT_ANY
+    if maps.out is not None:
+        return _OUT_BOXES
+    return _OUT_PAIRS if out_pairs(problem) else _OUT_ANY
 
 
 @dataclass(frozen=True, slots=True)
