@@ -229,7 +229,7 @@ def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
     result = []
     for tile in tiles:
         macros = dict(tile.macros)
-        sizes = ("GROUP_M", "IN_TURN", "SHARES", "STRIDED_OUT", "SWAPPED", "WARPS_M", "GROUPS_M", "GROUPS_N")
+        sizes = ("GROUP_M", "IN_TURN", "SHARES", "STRIDED_OUT", "F32_OUT", "SWAPPED", "WARPS_M", "GROUPS_M", "GROUPS_N")
         kind = (tile.table, *map(macros.get, sizes), min(tile["TILE_M"], 64), tile["TILE_N"] % 64 == 0, tile.fills)
         if not tile.by_tma or kind not in seen:
             result.append(tile)

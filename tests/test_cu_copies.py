@@ -232,8 +232,8 @@ def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> N
     rng = random.Random(str(tile))
     checked = 0
     for loads in sorted(tile.loads):
-        for _ in range(25):
-            problem = _problem(tile, loads, rng.choice((BF16, F16, F32)), rng)
+        for _ in range(40):
+            problem = _problem(tile, loads, F32 if tile.f32_out else rng.choice((BF16, F16, F32)), rng)
             paths = load_paths(problem)  # of a single row, column or k another one may be the fastest
             if not takes(problem, tile, paths):
                 continue
