@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.backend import Execution
-from detkern.contracts import CONTRACTS, MMA8, Contract
 from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
-from detkern.dtypes import BF16, E4M3, DType, from_numpy
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import CONTRACTS, MMA8, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, DType, from_numpy
 
 DEVICE = Device("cuda", 0)
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from cu_device import one_of_each_organisation
 
-from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import column_sum, geometry, loader, rows
 from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import BuildError
 from detkern.operations.rows.problem import RowKind
+from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 

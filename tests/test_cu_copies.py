@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from detkern.contracts import MMA16, TREE_MMA16
 from detkern.cu.geometry import (
     SHARED_A,
     SHARED_B,
@@ -24,10 +23,11 @@ from detkern.cu.geometry import (
     tiles_for,
 )
 from detkern.cu.tensor_map import MapShape
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.matrix import Matrix
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 ATOM = 64  # elements of a row of a box
 UNTOUCHED, ZERO = -7, -1  # instead of the address of an element

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
 from detkern.cu.geometry import (
     SHARED_A,
@@ -23,10 +22,11 @@ from detkern.cu.geometry import (
     takes,
     tiles_for,
 )
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 DEVICE = Device("cuda", 0)
 HOPPER = (9, 0)

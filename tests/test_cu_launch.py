@@ -15,16 +15,16 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import detkern.cu
-from detkern.backend import Execution
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16
 from detkern.cu import current, launch
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 HEADER = Path(detkern.cu.__file__).parent / "params.cuh"
 DEVICE = Device("cuda", 1)

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
+from ..vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..vocabulary.dtypes import DType, by_name
 from . import time_model
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape

@@ -10,11 +10,11 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, runtime
 
-from ..backend import Execution
+from ..dispatch.backend import Execution
+from ..dispatch.plan_cache import PlanCache
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
 from ..operations.problem import Operands
-from ..plan_cache import PlanCache
 from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from .errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError
+from ..tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
+from ..tensors.overlap import overlapping
 from .plan import Planned
-from .tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
-from .tensors.overlap import overlapping
 
 __all__ = ["Call", "rehearse"]
 
