@@ -23,7 +23,7 @@ import xml.etree.ElementTree as tree
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARTS = ("compile", "tests", *SANITIZERS, "golden")

@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_tests, records
+from benchmarks import gpu_tests
+from detkern.measure import records
 
 FOLDER = Path(records.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text())

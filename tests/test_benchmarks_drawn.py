@@ -22,22 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timed_host import Host, peers_taking
 
-from benchmarks import (
-    drawn,
-    drawn_bits,
-    drawn_record,
-    drawn_report,
-    drawn_run,
-    gemm,
-    models,
-    peers,
-    records,
-    tile_times,
-)
-from benchmarks.drawn import Drawn, draw
+from benchmarks import drawn_bits, drawn_record, drawn_report, drawn_run, gemm, tile_times
 from benchmarks.forced import problem_of_sizes
-from benchmarks.pool import Pool, sets
-from benchmarks.shapes import Layer, Product
+from detkern.measure import drawn, models, peers, records
+from detkern.measure.drawn import Drawn, draw
+from detkern.measure.pool import Pool, sets
+from detkern.measure.shapes import Layer, Product
 
 FACTS = types.SimpleNamespace(name="NVIDIA H200", driver="580.1", capability=(9, 0), multiprocessors=132)
 SMALL = Layer("small", "a", 24, 40)

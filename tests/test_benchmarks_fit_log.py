@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fit, fit_log
-from benchmarks.drawn import FITTING_SEEDS, draw
+from detkern.measure.drawn import FITTING_SEEDS, draw
 
 RECORDED = Path(fit.__file__).parent / "results" / "h200"
 

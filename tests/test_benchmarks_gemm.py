@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from timed_host import Graph, Host, peers_taking
 
 import detkern
-from benchmarks import gemm, gemm_bits, gemm_report, peers, records, shapes, timing
-from benchmarks.operands import Operands
-from benchmarks.shapes import Layer, Product, Shapes
+from benchmarks import gemm, gemm_bits, gemm_report
+from detkern.measure import peers, records, shapes, timing
+from detkern.measure.operands import Operands
+from detkern.measure.shapes import Layer, Product, Shapes
 
 SMALL = Shapes((1, 3, 8), 8, (Layer("small", "a", 24, 40), Layer("small", "b", 16, 33)))
 

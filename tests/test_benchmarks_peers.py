@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timed_host import Graph, Host
 
-from benchmarks import cublaslt, peers, shapes, timing
-from benchmarks.operands import Operands
-from benchmarks.shapes import Layer, Product
+from detkern.measure import cublaslt, peers, shapes, timing
+from detkern.measure.operands import Operands
+from detkern.measure.shapes import Layer, Product
 
 INTERPRETED = Path(__file__).parent / "triton_interpreted_persistent.py"
 LAYER = Layer("small", "a", 24, 40)

@@ -13,10 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import forced, shapes, tune
-from benchmarks.operands import Operands
-from benchmarks.shapes import Layer, Product, Shapes
+from benchmarks import forced, tune
 from detkern.cu import geometry, tuned
+from detkern.measure import shapes
+from detkern.measure.operands import Operands
+from detkern.measure.shapes import Layer, Product, Shapes
 from detkern.operations.gemm.problem import gemm_problem
 
 LAYER = Layer("model", "layer", 1000, 4104)

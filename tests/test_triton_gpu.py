@@ -118,7 +118,7 @@ def test_the_shapes_of_the_benchmark(layer: str, m: int) -> None:
     """Forward and both gradients, by every contract, through the public functions."""
     import torch
 
-    from benchmarks import shapes
+    from detkern.measure import shapes
 
     (found,) = shapes.load().named([layer])
     x, w, dc = _tensors(found, m, "bfloat16")
@@ -136,7 +136,7 @@ def test_every_layer_of_the_benchmark() -> None:
     """Forward, every layer and every M up to 512, by every contract."""
     import torch
 
-    from benchmarks import shapes
+    from detkern.measure import shapes
 
     wanted = shapes.load()
     sizes = [m for m in wanted.m if m <= 512]

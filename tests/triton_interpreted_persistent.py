@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import persistent_triton
+from detkern.measure import persistent_triton
 
 generator = torch.Generator().manual_seed(1)
 compared = 0

@@ -52,10 +52,10 @@ def detkern_call(
     product: Product, a: Any, b: Any, out: Any, backend: str | None = None, accumulate: bool = False
 ) -> Call:
     """detkern's call of a product."""
-    import detkern
+    from .. import gemm
 
     return functools.partial(
-        detkern.gemm, a, b, trans_a=product.trans_a, trans_b=product.trans_b, out=out, contract=product.contract,
+        gemm, a, b, trans_a=product.trans_a, trans_b=product.trans_b, out=out, contract=product.contract,
         backend=backend, accumulate=accumulate,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def detkern_call(
 @contextlib.contextmanager
 def _independent(product: Product) -> Iterator[None]:
     """detkern with programmatic dependent launch off."""
-    from detkern import config
+    from .. import config
 
     before = config.dependent_launch
     config.dependent_launch = False
@@ -183,12 +183,12 @@ def _missing(name: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
     elif name == "detkern_independent":
-        from detkern import config
+        from .. import config
 
         if not hasattr(config, "dependent_launch"):
             return "detkern.config has no dependent_launch"
     elif name == "triton":
-        from detkern.dispatch import registry
+        from ..dispatch import registry
 
         if name not in registry.backend_names():
             return "detkern has no backend called triton"

@@ -48,7 +48,7 @@ Calls = Sequence[Callable[[], Any]]
 
 def missing() -> str | None:
     """What a measurement needs and is not here: PyTorch, or a CUDA device that it and detkern's kernels run on; else None."""
-    from detkern.cu import device
+    from ..cu import device
 
     if reason := no_torch() or device.missing(0):
         return reason
@@ -59,7 +59,7 @@ def missing() -> str | None:
 
 def no_torch() -> str | None:
     """That PyTorch is not installed, or None."""
-    from detkern.dispatch.requirements import Package, install
+    from ..dispatch.requirements import Package, install
 
     return Package("torch", "PyTorch", install("bench")).missing()
 

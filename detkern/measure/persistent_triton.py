@@ -22,7 +22,7 @@ _LARGE = 2**31  # elements, from which offsets need 64 bits
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, BAND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(tile, tiles_m, tiles_n, BAND: tl.constexpr):
     """Row and column of a tile: bands of BAND tile rows, each walked down its columns."""
     band = tile // (BAND * tiles_n)
     height = min(tiles_m - band * BAND, BAND)
@@ -31,7 +31,7 @@ def _place(tile, tiles_m, tiles_n, BAND: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def persistent_matmul(  # type: ignore[no-untyped-def]
+def persistent_matmul(
     a, b, out, m, n, k, a_row, a_col, b_row, b_col, out_row, out_col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr,
     WIDE: tl.constexpr,
