@@ -98,7 +98,8 @@ class Cuda:
     @property
     def cache_bytes(self) -> int:
         """The L2 cache, in bytes."""
-        return max(CACHE_BYTES, self._torch.cuda.get_device_properties(0).L2_cache_size)
+        here: int = self._torch.cuda.get_device_properties(0).L2_cache_size
+        return max(CACHE_BYTES, here)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The launches that compute-sanitizer watches: every kernel × load path × epilogue in small, ragged shapes.
 
-    compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/test_cu_gpu_sanitizer.py
+    compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/package/cu/test_cu_gpu_sanitizer.py
 
 Each array is an allocation of its own that ends where the array ends, so that reading past it is seen; outputs and
 scratch start uninitialised for initcheck. Kernels are compiled before (`python -m benchmarks.gpu_tests` does), or here.

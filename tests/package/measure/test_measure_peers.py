@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from timed_host import Graph, Host
 
@@ -22,7 +22,7 @@ from detkern.measure import cublaslt, peers, shapes, timing
 from detkern.measure.operands import Operands
 from detkern.measure.shapes import Layer, Product
 
-INTERPRETED = Path(__file__).parent / "triton_interpreted_persistent.py"
+INTERPRETED = Path(__file__).parents[2] / "triton_interpreted_persistent.py"
 LAYER = Layer("small", "a", 24, 40)
 
 

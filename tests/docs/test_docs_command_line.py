@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from detkern.cli.main import main
 
-PAGE = Path(__file__).parents[1] / "docs" / "command-line.md"
+PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 
 def _shown() -> dict[str, list[str]]:

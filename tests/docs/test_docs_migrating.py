@@ -11,7 +11,7 @@ from detkern.dispatch import registry
 from detkern.errors import DetkernError
 from detkern.vocabulary import contracts
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 
 
 def test_every_name_of_detkern_exists() -> None:

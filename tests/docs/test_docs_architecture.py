@@ -8,7 +8,7 @@ from pathlib import Path
 from detkern.dispatch.backend import Implementation
 from detkern.operations.table import OPERATIONS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 FOLDERS = (ROOT, ROOT / "detkern", ROOT / "detkern" / "cu", ROOT / "detkern" / "operations" / "gemm")
 

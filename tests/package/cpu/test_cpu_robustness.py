@@ -32,7 +32,7 @@ from detkern.vocabulary.arithmetic.float_environment import default_float_enviro
 from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
 from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 SOURCES = Path(compiled.__file__).parent
 
 

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 KERNELS = [("mma", "mma_gemm"), ("fma", "fma_gemm"), ("tree", "tree_gemm"), ("column_sum", "column_sum")]
-INTERPRETED = Path(__file__).parent / "triton_interpreted.py"
+INTERPRETED = Path(__file__).parents[2] / "triton_interpreted.py"
 
 
 @pytest.mark.parametrize("part", ["chains", "trees", "dots", "batches", "sums", "selfcheck"])

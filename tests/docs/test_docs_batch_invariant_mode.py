@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from detkern.torch.mode import coverage
 
-PAGE = Path(__file__).parents[1] / "docs" / "batch-invariant-mode.md"
+PAGE = Path(__file__).parents[2] / "docs" / "batch-invariant-mode.md"
 
 
 def test_the_example_runs() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
 
 
 def test_the_examples_run() -> None:

@@ -25,7 +25,7 @@ if shutil.which("g++") is None:
 
 from detkern.cu.launch import pack_params
 
-EMULATION = Path(__file__).with_name("emulation")
+EMULATION = Path(__file__).parents[2] / "emulation"
 SOURCES = Path(geometry.__file__).parent
 DEVICE = Device("cuda", 0)
 TILES = [tile for tile in geometry.tiles_for(FMA, F32) if tile.table == "fma_narrow"]

@@ -14,7 +14,7 @@ import pytest
 from detkern.vocabulary.contracts import CONTRACTS, MMA8, MMA16, default_contract
 from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32
 
-PAGE = Path(__file__).parents[1] / "docs" / "contracts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
 
 
 def test_the_examples_run():

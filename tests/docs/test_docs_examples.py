@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "examples.md"
+PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
 
 
 def test_the_example_runs() -> None:
