@@ -1,8 +1,7 @@
-"""Records and how they are read back: what a run writes, and when its sources have changed since."""
+"""The scripts: what each says where it cannot run, and how the GPU tests and the sanitizers are counted."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import benchmarks.records
 from benchmarks import gpu_tests
 from detkern.measure import records
 
@@ -53,46 +51,6 @@ def test_without_pytorch_a_script_says_so(name: str) -> None:
 
 def test_scripts_on_a_cpu_are_there() -> None:
     assert set(SCRIPTS) > ON_A_CPU
-
-
-def test_a_gpu_is_a_folder() -> None:
-    assert records.slug("NVIDIA H200") == "h200"
-    assert records.slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
-
-
-def test_a_record_knows_when_its_sources_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
-    kernel, table = tmp_path / "kernel.cu", tmp_path / "table.json"
-    kernel.write_text("one")
-    table.write_text("[]")
-    rows = [{"m": 1, "detkern_us": 2.5}]
-    path = records.write("speed", rows, gpu="NVIDIA H200", driver="580.1", sources=[kernel, table], more={"cuda": "13"})
-    assert path == tmp_path / "results" / "h200" / "speed.json"
-    made = json.loads(path.read_text())
-    assert made["rows"] == rows
-    assert set(made) == {"what", "date", "gpu", "driver", "versions", "command", "sources", "rows"}
-    assert set(made["sources"]) == {"kernel.cu", "table.json"}
-    assert made["versions"]["cuda"] == "13"
-    assert records.changed_sources(path) == []
-    monkeypatch.setattr(sys, "argv", ["records", "--check"])
-    assert benchmarks.records.main() == 0
-    assert "up to date" in capsys.readouterr().out
-    kernel.write_text("two")
-    table.unlink()
-    assert records.changed_sources(path) == ["kernel.cu", "table.json"]
-    assert benchmarks.records.main() == 1
-    assert "h200/speed.json" in capsys.readouterr().out
-
-
-def test_cuda_sources_are_kernels_headers_and_tables() -> None:
-    names = {path.name for path in records.cuda_sources()}
-    assert {"fma.cu", "mma.cu", "tree.cu", "tree_mma.cu", "params.cuh", "fma.json"} <= names
-    assert not any(name.endswith(".py") for name in names)
-    others = {path.name for path in records.cuda_sources()} - {path.name for path in records.product_sources()}
-    assert others == {"column_sum.cu", "rows.cu", "team.cuh", "exponential.cuh"}
 
 
 def test_counts_of_a_test_run(tmp_path: Path) -> None:

@@ -1,22 +1,21 @@
-"""The drawn benchmark without a GPU: what is drawn, its memory, its records and seeds, its targets."""
+"""The drawn benchmark without a GPU: its rows, its records and seeds, the bits, its targets."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_products import small_drawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,20 +23,12 @@ from timed_host import Host, peers_taking
 
 from benchmarks import drawn_bits, drawn_record, drawn_report, drawn_run, gemm, tile_times
 from benchmarks.forced import problem_of_sizes
-from detkern.measure import drawn, models, peers, records
+from detkern.measure import drawn, peers, records
 from detkern.measure.drawn import Drawn, draw
 from detkern.measure.pool import Pool, sets
 from detkern.measure.shapes import Layer, Product
 
 FACTS = types.SimpleNamespace(name="NVIDIA H200", driver="580.1", capability=(9, 0), multiprocessors=132)
-SMALL = Layer("small", "a", 24, 40)
-
-
-def _small(seed: int, index: int) -> Drawn:
-    """What `draw` gives, with a small layer and few tokens."""
-    whole = draw(seed, index)
-    product = dataclasses.replace(whole.product, layer=SMALL, m=1 + whole.m % 9)
-    return dataclasses.replace(whole, product=product)
 
 
 def _row(index: int, part: str, m: int, ratio: float, **more: Any) -> dict[str, Any]:
@@ -49,151 +40,13 @@ def _row(index: int, part: str, m: int, ratio: float, **more: Any) -> dict[str, 
     }  # fmt: skip
 
 
-def test_models_are_published_and_their_layers_those_of_the_configuration() -> None:
-    found = {model.name: model for model in models.load()}
-    assert len(found) == len(models.load()) >= 40
-    assert all("/" in model.source for model in found.values())
-    assert {len(model.cuts) for model in found.values()} == {1, 2, 3, 4}
-    # Llama 3.1 70B: hidden 8192, intermediate 28672, 64 heads and 8 key-value heads of 128.
-    assert models.layers(found["llama3.1-70b"], 8) == {
-        "qkv": (1280, 8192), "q": (1024, 8192), "k": (128, 8192), "o": (8192, 1024), "up": (3584, 8192),
-        "down": (8192, 3584), "gate_up": (7168, 8192), "lm_head": (16032, 8192),
-    }  # fmt: skip
-    v3 = models.layers(found["deepseek-v3"], 1)
-    assert v3["qkv_a"] == (1536 + 512 + 64, 7168)
-    assert v3["kv_a"] == (576, 7168)
-    assert v3["q_b"] == (128 * 192, 1536)
-    assert v3["kv_b"] == (128 * 256, 512)
-    assert v3["o"] == (7168, 128 * 128)
-    assert v3["router"] == (256, 7168)
-    assert v3["expert_gate_up"] == (4096, 7168)
-    assert v3["expert_down"] == (7168, 2048)
-    # Four key-value heads on eight ranks are repeated; a vocabulary that eight does not divide is padded when it is cut.
-    assert models.layers(found["qwen3-30b-a3b"], 8)["k"] == (128, 2048)
-    assert models.layers(found["granite3.0-8b"], 1)["lm_head"] == (49155, 4096)
-    assert models.layers(found["granite3.0-8b"], 8)["lm_head"] == (49216 // 8, 4096)
-    assert "gate_up" not in models.layers(found["falcon-40b"], 1)
-    assert models.lora((1280, 8192), 16) == {"lora_a": (16, 8192), "lora_b": (1280, 16)}
-    heads = {size for model in found.values() if (size := models.layers(model, 1).get("lm_head", (0, 0))[0])}
-    assert (min(heads), max(heads)) == models.VOCABULARIES
-    routers = {model.experts for model in found.values() if "router" in models.layers(model, 1)}
-    assert (min(routers), max(routers)) == models.EXPERTS
-
-
-def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
-    twice = tmp_path / "models.toml"
-    row = '{ name = "a", source = "b/c", hidden = 1, vocab = 1, heads = 1 }'
-    twice.write_text(f"model = [{row}, {row}]\n")
-    with pytest.raises(ValueError, match="one name"):
-        models.load(twice)
-
-
-def test_a_draw_is_that_of_its_seed_and_index_alone() -> None:
-    """Written down here: another version of Python, or of this file, must not draw others."""
-    expected = [
-        ("forward", "qwen2.5-7b-tp4.qkv", 2, 2, 1152, 3584),
-        ("forward", "granite3.0-8b-tp2.down", 5113, 5113, 4096, 6400),
-        ("forward", "mistral-small-24b.down", 902, 902, 5120, 32768),
-        ("forward", "baichuan2-13b-tp4.gate_up", 2, 2, 6848, 5120),
-        ("near", "gemma2-9b-tp2.up", 1278, 1278, 7168, 3584),
-        ("da", "llama3.2-3b-tp2.qkv", 7776, 7776, 3072, 2560),
-        ("db", "qwen2-57b-a14b-tp2.k", 526, 256, 3584, 526),
-        ("db_f32", "llama2-70b-tp2.down", 436, 8192, 14336, 436),
-    ]
-    found = [draw(12345, index) for index in range(8)]
-    assert [(one.part, one.product.layer.name, one.m, *one.sizes) for one in found] == expected
-    assert [draw(12345, index) for index in (7, 3)] == [found[7], found[3]]
-    assert draw(12346, 0) != found[0]
-
-
-def test_draws_cover_what_they_should() -> None:
-    found = [draw(99, index) for index in range(4000)]
-    parts = Counter(one.part for one in found)
-    assert parts == {"forward": 2000, "near": 500, "da": 500, "db": 500, "db_f32": 500}
-    assert sum(one.accumulate for one in found) == 250
-    assert all(one.output_f32 == (one.part == "db_f32") and one.accumulate <= one.output_f32 for one in found)
-    assert len({one.product.layer.model.partition("-tp")[0] for one in found}) == len(models.load())
-    forward = [one.m for one in found if one.part == "forward"]
-    assert min(forward) == 1
-    assert 15_000 < max(forward) <= drawn.LARGEST_M
-    # Log-uniform: 6 of the 14 octaves up to 16,384 are below 64.
-    assert sum(m < 64 for m in forward) / 2000 == pytest.approx(6 / 14, abs=0.04)
-    near = [one.m for one in found if one.part == "near"]
-    assert {(m + 8) % 64 for m in near} == set(range(17))
-    assert min(near) >= 56
-    assert max(near) <= drawn.LARGEST_M
-    assert min(one.m for one in found if one.part in ("da", "db", "db_f32")) in range(128, 140)
-    assert max(one.bytes for one in found) <= drawn.LARGEST_BYTES
-    kinds = Counter(one.kind for one in found)
-    assert {"lora_a", "lora_b", "router", "lm_head", "expert_down", "qkv", "kv_a"} <= set(kinds)
-    ranks = {min(one.product.layer.n, one.product.layer.k) for one in found if one.kind.startswith("lora")}
-    assert ranks == set(models.RANKS)
-
-
-def test_products_that_are_too_large_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [draw(5, index) for index in range(40)]
-    monkeypatch.setattr(drawn, "LARGEST_BYTES", 50_000_000)
-    after = [draw(5, index) for index in range(40)]
-    for one, other in zip(before, after, strict=True):
-        assert other.bytes <= 50_000_000
-        assert (one == other) == (one.bytes <= 50_000_000)
-        assert (one.m, one.part) == (other.m, other.part)
-
-
-def test_bytes_are_of_the_output_that_is_written() -> None:
-    product = Product(SMALL, 3, "db", "mma16", "bfloat16")
-    one = Drawn(7, "db_f32", "a", product, output_f32=True)
-    assert one.bytes == 2 * (3 * 24 + 3 * 40) + 4 * 24 * 40
-    assert one.sizes == (24, 40, 3)
-
-
-@pytest.mark.parametrize("index", range(8))
-def test_memory_is_windows_that_do_not_overlap(index: int) -> None:
-    products = [_small(1, other) for other in range(16)]
-    one = products[index]
-    pool = Pool(products, 4096, "cpu")
-    found = pool.sets(one)
-    assert len(found) == sets(one, 4096) >= 2
-    windows = []
-    for each in found:
-        for tensor, name in ((each.a, one.product.operands[0]), (each.b, one.product.operands[1]), (each.out, "out")):
-            assert tuple(tensor.shape) == one.product.matrix(name)
-            assert tensor.is_contiguous()
-            windows.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
-        assert each.out.dtype == (torch.float32 if one.output_f32 else torch.bfloat16)
-        assert each.peer_out.dtype == torch.bfloat16
-        assert each.peer_out.data_ptr() == each.out.data_ptr()
-        assert 0.7 < float(each.a.float().std()) < 1.3 or each.a.numel() < 100
-    assert len({start % 256 for start, _ in windows if start}) <= 2  # of two buffers
-    windows.sort()
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(windows))
-    pool.spoil(found[0].out)
-    rows, unwritten = pool.ends(found[0].out)
-    assert unwritten == found[0].out.numel()
-    found[0].out.zero_()
-    found[0].out.view(torch.uint8)[0, : found[0].out.element_size()] = 0xFF
-    rows, unwritten = pool.ends(found[0].out)
-    assert unwritten == 1
-    assert rows.dtype == torch.float32
-
-
-def test_the_ends_of_a_result_are_looked_at() -> None:
-    pool = Pool([_small(1, 0)], 4096, "cpu")
-    out = torch.zeros(1000, 4, dtype=torch.bfloat16)
-    for row in (0, 255, 256, 500, 743, 744, 999):
-        out.view(torch.int16)[row, 1] = -1
-    rows, unwritten = pool.ends(out)
-    assert rows.shape == (512, 4)
-    assert unwritten == 4
-
-
 @pytest.mark.parametrize("index", range(16))
 def test_problems_from_sizes_are_those_of_the_operands(index: int) -> None:
     """What is chosen and fitted without tensors is what runs with them."""
     from benchmarks import forced
     from detkern.operations.gemm.problem import gemm_problem
 
-    one = _small(1, index)
+    one = small_drawn(1, index)
     each = Pool([one], 4096, "cpu").sets(one)[1]
     views = forced._views(one.product, each.a, each.b, each.out)
     made = problem_of_sizes(one.product, one.output_f32, one.accumulate)
@@ -206,7 +59,7 @@ def test_problems_from_sizes_are_those_of_the_operands(index: int) -> None:
 @pytest.mark.parametrize("index", [0, 5, 6, 7, 15])
 def test_a_row_has_times_and_is_right(index: int) -> None:
     """Index 7: into float32; 15: accumulated there."""
-    one = _small(1, index)
+    one = small_drawn(1, index)
     pool = Pool([one], 4096, "cpu")
     host = Host()
     (cublas,) = peers_taking(host, cublas=1000.0)
@@ -228,7 +81,7 @@ def _detkern(host: Host, us: float) -> Callable[..., Any]:
 
 def test_what_is_accumulated_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """detkern is given the float32 result and told to add; cuBLAS the 16-bit one in the same memory."""
-    one = _small(1, 15)
+    one = small_drawn(1, 15)
     each = Pool([one], 4096, "cpu").sets(one)[0]
     (ours,) = drawn_run._calls(Host(), peers._PEERS["detkern"], one, [each])
     each.out.fill_(1.0)
@@ -245,7 +98,7 @@ def test_what_is_accumulated_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_result_has_no_time() -> None:
-    one = _small(1, 0)
+    one = small_drawn(1, 0)
     pool = Pool([one], 4096, "cpu")
     host = Host()
     (cublas,) = peers_taking(host, cublas=1000.0)
@@ -321,7 +174,7 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
     kernel.write_text("one")
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(drawn_record, "sources", lambda: [kernel])
-    monkeypatch.setattr(drawn_record, "draw", _small)
+    monkeypatch.setattr(drawn_record, "draw", small_drawn)
     monkeypatch.setattr(drawn_record, "SAVE_EVERY", 4)
     seeds = iter(range(1, 100))
     monkeypatch.setattr(drawn_record.secrets, "randbelow", lambda limit: next(seeds))
@@ -413,7 +266,7 @@ def test_which_rows_have_all_that_they_should_have() -> None:
 
 
 def test_a_device_that_fails_ends_the_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_record, "draw", _small)
+    monkeypatch.setattr(drawn_record, "draw", small_drawn)
     visit = drawn_record.Visit(_arguments(tmp_path, drawn="9", count=8), "gemm-drawn", FACTS, {}, {})
 
     def failing(one: Drawn, pool: Pool) -> dict[str, Any]:
@@ -437,7 +290,7 @@ def _general(drawn: Drawn, one: Any, out: Any) -> str:
 
 @pytest.mark.parametrize("index", [0, 5, 6, 7, 15])
 def test_bits_that_differ_are_counted(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = _small(1, index)
+    one = small_drawn(1, index)
     pool = Pool([one], 1, "cpu")
     row = drawn_bits.compare(one, pool, _general)
     assert (row["differing_from_general"], row["differing_from_replay"], row["general"]) == (0, 0, "general")
@@ -485,7 +338,7 @@ def test_the_replayed_part_has_the_last_rows_and_columns(monkeypatch: pytest.Mon
 
 
 def test_a_run_over_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(drawn_record, "draw", _small)
+    monkeypatch.setattr(drawn_record, "draw", small_drawn)
     monkeypatch.setattr(drawn_bits.compare, "__defaults__", (_general,))
     arguments = _arguments(tmp_path, drawn="9", count=8)
     assert drawn_bits.run(arguments, Host(), FACTS, {}) == 0

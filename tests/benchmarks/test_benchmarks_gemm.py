@@ -1,11 +1,9 @@
-"""The GEMM benchmark without a GPU: its shapes, its timing on a clock of its own, its records, targets, tables and plots."""
+"""The GEMM benchmark without a GPU: its rows, records, targets, tables and plots, and the bits that it compares."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import itertools
 import json
 import math
 import sys
@@ -16,152 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from small_products import SHAPES, small_product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from timed_host import Graph, Host, peers_taking
+from timed_host import Host, peers_taking
 
-import detkern
 from benchmarks import gemm, gemm_bits, gemm_report
 from detkern.measure import peers, records, shapes, timing
 from detkern.measure.operands import Operands
 from detkern.measure.shapes import Layer, Product, Shapes
 
-SMALL = Shapes((1, 3, 8), 8, (Layer("small", "a", 24, 40), Layer("small", "b", 16, 33)))
-
-
-def _product(op: str = "forward", m: int = 3, contract: str = "mma16") -> Product:
-    return Product(SMALL.layers[0], m, op, contract, "bfloat16")
-
-
-def test_the_shapes_are_those_of_the_models() -> None:
-    found = shapes.load()
-    assert found.m == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    sizes = {layer.name: (layer.n, layer.k) for layer in found.layers}
-    assert len(sizes) == len(found.layers) == 18
-    # hidden_size, intermediate_size, heads, key-value heads, tensor-parallel degree; heads are of 128
-    for model, (h, f, q, kv, p) in {
-        "llama3-8b": (4096, 14336, 32, 8, 1),
-        "llama3-70b-tp8": (8192, 28672, 64, 8, 8),
-        "qwen3-1.7b": (2048, 6144, 16, 8, 1),
-        "qwen3-32b": (5120, 25600, 64, 8, 1),
-    }.items():
-        assert sizes[f"{model}.qkv"] == ((q + 2 * kv) * 128 // p, h)
-        assert sizes[f"{model}.o"] == (h, q * 128 // p)
-        assert sizes[f"{model}.gate_up"] == (2 * f // p, h)
-        assert sizes[f"{model}.down"] == (h, f // p)
-    assert sizes["router.256"] == (256, 7168)
-    assert sizes["odd.1000x4104"] == (1000, 4104)
-
-
-def test_shapes_are_chosen_by_pattern(tmp_path: Path) -> None:
-    found = shapes.load()
-    assert [layer.name for layer in found.named(["odd.*", "llama3-8b.o"])] == ["llama3-8b.o", "odd.1000x4104"]
-    with pytest.raises(ValueError, match=r"no shape is called gpt.*llama3-8b\.qkv"):
-        found.named(["odd.*", "gpt"])
-    twice = tmp_path / "shapes.toml"
-    twice.write_text("m = [1]\ntraining_m = 1\n" + '[[layer]]\nmodel = "a"\nlayer = "b"\nn = 1\nk = 1\n' * 2)
-    with pytest.raises(ValueError, match="one name"):
-        shapes.load(twice)
-
-
-def test_the_parts_of_a_run() -> None:
-    layer = SMALL.layers[0]
-    found = shapes.products(layer, SMALL, ("forward", "da", "db", "tree"))
-    assert [(product.op, product.m, product.contract) for product in found] == [
-        ("forward", 1, "mma16"), ("forward", 3, "mma16"), ("forward", 8, "mma16"),
-        ("da", 8, "mma16"), ("db", 8, "mma16"), ("forward", 8, "tree-mma16"),
-    ]  # fmt: skip
-    assert [product.m for product in shapes.products(layer, SMALL, ("forward", "db"), m=[3])] == [3]
-
-
-def test_the_reference_line_is_the_slower_of_memory_and_arithmetic() -> None:
-    layer = Layer("a", "b", 4096, 4096)
-    one, many = (Product(layer, m, "forward", "mma16", "bfloat16") for m in (1, 4096))
-    assert one.reference_us == pytest.approx(2 * (4096 + 4096 * 4096 + 4096) / 4.3e6)
-    assert many.reference_us == pytest.approx(2 * 4096**3 / 790e6)
-
-
-@pytest.mark.parametrize("op", shapes.OPS)
-@pytest.mark.parametrize("name", ["cublas", "detkern"])
-def test_products_are_what_they_are_called(op: str, name: str) -> None:
-    product = _product(op)
-    operands = Operands([product], {product: 1}, "cpu")
-    a, b, out = (operands.rotating(product, matrix)[0] for matrix in (*product.operands, "out"))
-    peers._PEERS[name].bind(product, a, b, out)()
-    left, right = a.double(), b.double()
-    exact = {"forward": lambda: left @ right.T, "da": lambda: left @ right, "db": lambda: left.T @ right}[op]()
-    assert (a.shape, b.shape) == tuple(torch.Size(product.matrix(matrix)) for matrix in product.operands)
-    assert (out.double() - exact).norm() < 0.01 * exact.norm()
-
-
-def test_operands_rotate_through_memory_of_their_own() -> None:
-    product = _product()
-    operands = Operands([product, _product(m=1)], {product: 3, _product(m=1): 5}, "cpu")
-    matrices = operands.rotating(product, "w")
-    starts = [matrix.data_ptr() for matrix in matrices]
-    assert len(starts) == 3
-    assert all(later - earlier >= 2 * 24 * 40 for earlier, later in itertools.pairwise(starts))
-    assert all((start - starts[0]) % 256 == 0 for start in starts)
-    assert all(matrix.std() > 0.9 for matrix in matrices)
-    operands.poison(product)
-    outs = operands.rotating(product, "out")
-    assert operands.unwritten(product) == 3 * 3 * 24
-    for out in outs:
-        out.zero_()
-    assert operands.unwritten(product) == 0
-    outs[2].view(torch.int16)[1, 5] = -1
-    assert operands.unwritten(product) == 1
-
-
-def test_sets_pass_twice_the_cache() -> None:
-    assert timing.sets(10, 100) == 20
-    assert timing.sets(70, 100) == 3
-    assert timing.sets(1000, 100) == 2
-
-
-def test_a_graph_is_long_enough_and_rotates_evenly() -> None:
-    for us, count, expected in ((1.0, 3, 63), (1.0, 70, 70), (50.0, 3, 21), (5000.0, 2, 2)):
-        host = Host()
-        called = [0] * count
-
-        def call(index: int, called: list[int] = called) -> None:
-            called[index] += 1
-
-        calls = [host.taking(us, functools.partial(call, index)) for index in range(count)]
-        captured = timing.capture(host, calls)
-        assert captured.calls == expected
-        called[:] = [0] * count
-        captured.graph.replay()
-        assert called == [expected // count] * count
-
-
-def test_peers_take_turns() -> None:
-    """Equal times whatever the machine does from turn to turn, and another peer first in each turn."""
-    host = Host()
-    order: list[str] = []
-
-    def call(name: str, us: float) -> Callable[[], Any]:
-        def timed() -> None:
-            slower = 2.0 if len(order) > 200 else 1.0  # the clock falls: both are slowed alike in one turn
-            order.append(name)
-            host.now += us * slower
-
-        return timed
-
-    captured = {
-        "a": timing.Captured(Graph([call("a", 400.0)] * 2), 2),
-        "b": timing.Captured(Graph([call("b", 3000.0)]), 1),
-    }
-    found = timing.interleave(host, captured, turns=4, warm=1)
-    assert found == {"a": [400.0] * 4, "b": [3000.0] * 4}
-    # The first replays say how many make a turn: 3 of 800 µs, 1 of 3000.
-    assert "".join(order) == "aa" + "b" + "aaaaaab" + "baaaaaa" + "aaaaaab" + "baaaaaa" + "aaaaaab"
-
 
 def test_a_row_has_the_times_of_each_peer() -> None:
     host = Host()
-    product = _product()
+    product = small_product()
     operands = Operands([product], {product: 2}, "cpu")
     row = gemm.measure(host, product, operands, peers_taking(host, cublas=10.0, detkern=8.0))
     assert (row["detkern_us"], row["cublas_us"], row["ratio"], row["turns"]) == (8.0, 10.0, 0.8, timing.TURNS)
@@ -175,14 +42,14 @@ def test_a_row_has_the_times_of_each_peer() -> None:
 
 def test_the_ratio_is_of_times_in_the_same_turn() -> None:
     """The medians of drifting times may come from different turns."""
-    figures = gemm._figures(_product(), {"detkern": [1.0, 9.0, 4.0], "cublas": [2.0, 9.0, 2.0]})
+    figures = gemm._figures(small_product(), {"detkern": [1.0, 9.0, 4.0], "cublas": [2.0, 9.0, 2.0]})
     assert (figures["detkern_us"], figures["cublas_us"]) == (4.0, 2.0)
     assert (figures["ratio"], figures["ratio_low"], figures["ratio_high"]) == (1.0, 0.5, 2.0)
 
 
 def test_a_wrong_result_has_no_time() -> None:
     host = Host()
-    product = _product()
+    product = small_product()
     operands = Operands([product], {product: 2}, "cpu")
 
     def wrong(product: Product, a: Any, b: Any, out: Any) -> Callable[[], Any]:
@@ -220,88 +87,8 @@ def test_a_wrong_result_has_no_time() -> None:
         gemm.measure(host, product, operands, [cublas, peers.Peer("detkern", unserved)])
 
 
-def test_split_k_is_off_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU build has the settings, but no cuBLASLt to prefer."""
-    libraries = ["default"]
-
-    def preferred(library: str | None = None) -> str:
-        if library:
-            libraries.append(library)
-        return libraries[-1]
-
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
-    matmul = torch.backends.cuda.matmul
-    for dtype, setting in (("bfloat16", "bf16"), ("float16", "fp16")):
-        name = f"allow_{setting}_reduced_precision_reduction"
-        before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-        assert before == (True, True)
-        with peers._no_split(dataclasses.replace(_product(), dtype=dtype)):
-            assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == (False, False)
-            assert libraries[-1] == "cublaslt"
-        assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == before
-        assert libraries[-1] == "default"
-
-
-def test_dependent_launch_is_off_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = types.SimpleNamespace(dependent_launch=True)
-    monkeypatch.setattr(detkern, "config", config)
-    assert peers._missing("detkern_independent") is None
-    with peers._independent(_product()):
-        assert config.dependent_launch is False
-    assert config.dependent_launch is True
-    monkeypatch.setattr(detkern, "config", types.SimpleNamespace())
-    assert peers._missing("detkern_independent") == "detkern.config has no dependent_launch"
-
-
-def test_peers_that_are_not_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    monkeypatch.setitem(sys.modules, "sgemm_bi", types.ModuleType("sgemm_bi"))
-    found, missing = peers.here(["cublas_no_split", "deep_gemm", "sgemm_bi"])
-    assert [peer.name for peer in found] == ["cublas", "detkern", "cublas_no_split", "sgemm_bi"]
-    assert "deep_gemm" in missing["deep_gemm"]
-
-
-def test_other_libraries_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes that compute what DeepGEMM ([M, K] and [N, K], any strides) and sgemm-bi (pointers, weights [K, N]) would."""
-    deep = types.ModuleType("deep_gemm")
-    deep.bf16_gemm_nt = lambda a, b, d: d.copy_(a @ b.T)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deep_gemm", deep)
-    for op in shapes.OPS:
-        product = _product(op)
-        operands = Operands([product], {product: 1}, "cpu")
-        a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
-        peers._PEERS["deep_gemm"].bind(product, a, b, out)()
-        expected = torch.empty_like(out)
-        peers._PEERS["cublas"].bind(product, a, b, expected)()
-        assert torch.equal(out, expected)
-    with pytest.raises(peers.Unserved, match="float16"):
-        peers._PEERS["deep_gemm"].bind(dataclasses.replace(_product(), dtype="float16"), a, b, out)
-
-    called: list[Any] = []
-    engine = types.SimpleNamespace(
-        presize_upcast_scratch=lambda *sizes: called.append(sizes),
-        forward=lambda *arguments: called.append(arguments),
-        backward_dx=lambda *arguments: called.append(arguments),
-    )
-    monkeypatch.setattr(peers, "_sgemm_bi_engine", lambda: engine)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=77))
-    for op in ("forward", "da"):
-        product = _product(op)
-        operands = Operands([product], {product: 1}, "cpu")
-        a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
-        called.clear()
-        peers._PEERS["sgemm_bi"].bind(product, a, b, out)()
-        assert called[0] == (3 * 40, 40 * 24, 3 * 40)
-        pointers, sizes, *rest = called[1]
-        assert pointers[:2] == (out.data_ptr(), a.data_ptr())
-        assert sizes == (3, 40, 24)
-        assert rest == ["bfloat16", 77, True]
-    with pytest.raises(peers.Unserved, match="float32"):
-        peers._PEERS["sgemm_bi"].bind(_product("db"), a, b, out)
-
-
 def _row(name: str, m: int, ratio: float, op: str = "forward", contract: str = "mma16", **more: Any) -> dict[str, Any]:
-    n, k = next((layer.n, layer.k) for layer in SMALL.layers if layer.name == name)
+    n, k = next((layer.n, layer.k) for layer in SHAPES.layers if layer.name == name)
     return {
         "name": name, "op": op, "m": m, "n": n, "k": k, "type": "bfloat16", "contract": contract, "date": "2026-12-01T10:00:00",
         "detkern_us": 10 * ratio, "cublas_us": 10.0, "ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01,
@@ -311,15 +98,15 @@ def _row(name: str, m: int, ratio: float, op: str = "forward", contract: str = "
 
 def _complete(**ratio: float) -> list[dict[str, Any]]:
     rows = []
-    for layer in SMALL.layers:
-        rows += [_row(layer.name, m, ratio.get("forward", 0.7)) for m in SMALL.m]
+    for layer in SHAPES.layers:
+        rows += [_row(layer.name, m, ratio.get("forward", 0.7)) for m in SHAPES.m]
         rows += [_row(layer.name, 8, ratio.get("gradients", 1.0), op) for op in ("da", "db")]
         rows.append(_row(layer.name, 8, ratio.get("tree", 1.3), contract="tree-mma16"))
     return rows
 
 
 def test_targets_are_geometric_means_over_all_shapes() -> None:
-    all_shapes = Shapes((1, 64, 65, 256, 257, 1023, 1024, 8192), 8192, (SMALL.layers[0],))
+    all_shapes = Shapes((1, 64, 65, 256, 257, 1023, 1024, 8192), 8192, (SHAPES.layers[0],))
     ratios = {1: 0.5, 64: 1.0, 65: 0.8, 256: 0.9, 257: 0.95, 1023: 1.2, 1024: 0.9, 8192: 0.95}
     rows = [_row("small.a", m, ratio) for m, ratio in ratios.items()]
     rows += [_row("small.a", 8192, 1.01, "da"), _row("small.a", 8192, 1.04, "db")]
@@ -336,12 +123,12 @@ def test_targets_are_geometric_means_over_all_shapes() -> None:
 
 def test_a_target_needs_every_row() -> None:
     rows = _complete()
-    assert {result.verdict for result in gemm_report.evaluate(rows, SMALL) if result.wanted} == {"met"}
+    assert {result.verdict for result in gemm_report.evaluate(rows, SHAPES) if result.wanted} == {"met"}
     fewer = [row for row in rows if not (row["name"] == "small.b" and row["m"] == 3)]
-    first = gemm_report.evaluate(fewer, SMALL)[0]
+    first = gemm_report.evaluate(fewer, SHAPES)[0]
     assert (first.met, first.verdict) == (False, "incomplete: 5 of 6 rows")
     untimed = [{**row, "type": "float16"} for row in rows]
-    assert gemm_report.evaluate(untimed, SMALL)[0].value is None
+    assert gemm_report.evaluate(untimed, SHAPES)[0].value is None
 
 
 def _record(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -355,7 +142,7 @@ def _record(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a_report_from_the_record_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    all_shapes = dataclasses.replace(SMALL, m=(1, 128, 512, 1024))
+    all_shapes = dataclasses.replace(SHAPES, m=(1, 128, 512, 1024))
     rows = [_row(layer.name, m, 0.7, cublas_no_split_us=20.0) for layer in all_shapes.layers for m in all_shapes.m]
     rows += [row for row in _complete() if row["op"] != "forward" or row["contract"] != "mma16"]
     record = _record(tmp_path, rows)
@@ -388,7 +175,7 @@ def test_a_report_from_the_record_alone(tmp_path: Path, capsys: pytest.CaptureFi
 def test_new_rows_replace_old_ones_in_the_order_of_the_shapes() -> None:
     kept = [_row("small.b", 1, 0.9), _row("small.a", 8, 0.8), _row("small.a", 8, 1.0, "da")]
     new = [_row("small.a", 8, 0.5), _row("small.a", 1, 0.6)]
-    found = gemm.merged(kept, new, SMALL.layers)
+    found = gemm.merged(kept, new, SHAPES.layers)
     assert [(row["name"], row["op"], row["m"], row["ratio"]) for row in found] == [
         ("small.a", "forward", 1, 0.6), ("small.a", "forward", 8, 0.5), ("small.b", "forward", 1, 0.9),
         ("small.a", "da", 8, 1.0),
@@ -397,7 +184,7 @@ def test_new_rows_replace_old_ones_in_the_order_of_the_shapes() -> None:
 
 def _run(folder: Path, **options: Any) -> argparse.Namespace:
     defaults = {
-        "output": folder, "layers": list(SMALL.layers), "m": None, "what": list(gemm.WHAT), "contract": "mma16",
+        "output": folder, "layers": list(SHAPES.layers), "m": None, "what": list(gemm.WHAT), "contract": "mma16",
         "type": "bfloat16", "peers": [], "seconds": 1000.0, "missing": False,
     }  # fmt: skip
     return argparse.Namespace(**(defaults | options))
@@ -409,7 +196,7 @@ def test_several_visits_fill_one_record(tmp_path: Path, monkeypatch: pytest.Monk
     kernel.write_text("one")
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(gemm, "sources", lambda: [kernel])
-    monkeypatch.setattr(shapes, "load", lambda: SMALL)
+    monkeypatch.setattr(shapes, "load", lambda: SHAPES)
     monkeypatch.setattr(gemm_report, "plots", lambda *arguments: [])
     host = Host()
     monkeypatch.setattr(peers, "here", lambda names: (peers_taking(host, cublas=10.0, detkern=6.0), {}))
@@ -427,7 +214,7 @@ def test_several_visits_fill_one_record(tmp_path: Path, monkeypatch: pytest.Monk
 
     assert run(seconds=0.0) == 1
     assert not (tmp_path / "gemm.json").exists()
-    assert run(layers=[SMALL.layers[1]], what=["forward"], m=[3, 8]) == 1
+    assert run(layers=[SHAPES.layers[1]], what=["forward"], m=[3, 8]) == 1
     assert len(measured) == 2
     assert run(missing=True) == 1  # every row is there; M above 64 has none in these shapes
     assert len(measured) == len(set(measured)) == 2 * (3 + 3)
@@ -436,33 +223,15 @@ def test_several_visits_fill_one_record(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(row["ratio"] == 0.6 and row["date"] for row in made["rows"])
     assert run(missing=True) == 1
     assert len(measured) == 12
-    run(layers=[SMALL.layers[0]], what=["da"])
+    run(layers=[SHAPES.layers[0]], what=["da"])
     assert len(measured) == 13
     assert len(json.loads((tmp_path / "gemm.json").read_text())["rows"]) == 12
-    run(driver="590.1", layers=[SMALL.layers[0]], what=["da"])
+    run(driver="590.1", layers=[SHAPES.layers[0]], what=["da"])
     assert len(json.loads((tmp_path / "gemm.json").read_text())["rows"]) == 1
     run(driver="590.1")
     kernel.write_text("two")
-    run(driver="590.1", layers=[SMALL.layers[0]], what=["db"])
+    run(driver="590.1", layers=[SHAPES.layers[0]], what=["db"])
     assert [row["op"] for row in json.loads((tmp_path / "gemm.json").read_text())["rows"]] == ["db"]
-
-
-def test_rows_of_other_packages_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    path = records.write("gemm", [{"m": 1}], gpu="g", driver="1", sources=[], folder=tmp_path, more={"cuda": "13.0"})
-    same = {"gpu": "g", "driver": "1", "sources": list[Path]()}
-    assert records.kept(path, **same, more={"cuda": "13.0"}) == [{"m": 1}]
-    assert records.kept(path, **same) == [{"m": 1}]  # a package that one of them does not name
-    assert records.kept(path, **same, more={"cuda": "13.1"}) == []
-    assert records.kept(path, **{**same, "gpu": "another"}) == []
-
-
-def test_the_recorded_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = str(records.ROOT / "benchmarks" / "gemm.py")
-    for output in (["--output", "/somewhere"], ["--output=/somewhere"]):
-        monkeypatch.setattr(sys, "argv", [script, "--m", "1", *output, "--missing"])
-        path = records.write("gemm", [], gpu="g", driver="1", sources=[], folder=tmp_path)
-        assert json.loads(path.read_text())["command"] == "python -m benchmarks.gemm --m 1 --missing"
 
 
 @pytest.mark.parametrize("what", [["--what", "backward"], ["--shapes", "gpt"], ["--m", "3"], ["--peers", "mkl"]])
@@ -489,20 +258,9 @@ def test_what_a_measurement_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         monkeypatch.setitem(sys.modules, "torch", None)
 
 
-def test_a_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern.cu import device
-
-    torch = types.SimpleNamespace(__version__="2.13.0+cpu", cuda=types.SimpleNamespace(is_available=lambda: False))
-    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    monkeypatch.setattr(device, "missing", lambda index: None)
-    assert timing.missing() == "PyTorch 2.13.0+cpu shows no CUDA device"
-    torch.cuda.is_available = lambda: True
-    assert timing.missing() is None
-
-
 @pytest.mark.parametrize("op", shapes.OPS)
 def test_differing_bits_are_counted(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    products = [_product(op, m) for m in (1, 3, 8)]
+    products = [small_product(op, m) for m in (1, 3, 8)]
     operands = Operands(products, dict.fromkeys(products, 1), "cpu")
 
     def general(product: Product, a: Any, b: Any, out: Any) -> str:
@@ -538,7 +296,7 @@ def test_differing_bits_are_counted(op: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_are_held_to_those_of_the_largest_m(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = [_product("forward", m) for m in (3, 8)]
+    products = [small_product("forward", m) for m in (3, 8)]
     operands = Operands(products, dict.fromkeys(products, 1), "cpu")
     call = peers.detkern_call
 
@@ -560,7 +318,7 @@ def test_rows_are_held_to_those_of_the_largest_m(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("op", shapes.OPS)
 def test_rows_are_held_to_the_replay(op: str) -> None:
-    product = _product(op, 8)
+    product = small_product(op, 8)
     operands = Operands([product], {product: 1}, "cpu")
     a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
     peers.detkern_call(product, a, b, out)()

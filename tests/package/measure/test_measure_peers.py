@@ -1,9 +1,10 @@
-"""Peers that compute a product in ways of their own: cuBLASLt's list through a library that reads what it is told, and the
-persistent Triton kernel in Triton's interpreter."""
+"""Peers compute the product that they are asked for: cuBLASLt's list through a library that reads what it is told, the persistent
+Triton kernel in Triton's interpreter, other libraries through fakes; and settings hold only while a peer is called."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,17 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from small_products import LAYER, small_product
+from timed_host import Host
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-from timed_host import Graph, Host
-
-from detkern.measure import cublaslt, peers, shapes, timing
+import detkern
+from detkern.measure import cublaslt, peers, shapes
 from detkern.measure.operands import Operands
-from detkern.measure.shapes import Layer, Product
+from detkern.measure.shapes import Product
 
 INTERPRETED = Path(__file__).parents[2] / "triton_interpreted_persistent.py"
-LAYER = Layer("small", "a", 24, 40)
 
 
 class Library:
@@ -171,28 +170,6 @@ def test_the_best_of_the_list_is_what_is_timed(library: Library) -> None:
     assert peers._PEERS["cublaslt"].alternatives is cublaslt.alternatives
 
 
-def test_the_fastest_of_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host()
-
-    def taking(us: float) -> list[Any]:
-        return [host.taking(us, lambda: None)] * 2
-
-    def failing() -> None:
-        raise RuntimeError("not this one")
-
-    assert timing.fastest(host, [taking(30.0), [failing], taking(10.0), taking(20.0)]) == 2
-    assert timing.fastest(host, [[failing], taking(10.0)]) == 1
-    with pytest.raises(RuntimeError, match="not this one"):
-        timing.fastest(host, [[failing]])
-    with pytest.raises(ValueError, match="nothing"):
-        timing.fastest(host, [])
-    assert timing.rough(host, timing.Captured(Graph(taking(10.0)), 2)) == 10.0
-    # Of the three that are roughly fastest the times in turn decide.
-    seen = iter((3.0, 1.0, 2.0, 4.0))
-    monkeypatch.setattr(timing, "rough", lambda device, captured: next(seen))
-    assert timing.fastest(host, [taking(20.0), taking(40.0), taking(30.0), taking(10.0)]) == 0
-
-
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Any:
         raise OSError("libcublasLt.so.13: cannot open shared object file")
@@ -214,3 +191,96 @@ def test_the_persistent_kernel_computes_products() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "4 products"
+
+
+@pytest.mark.parametrize("op", shapes.OPS)
+@pytest.mark.parametrize("name", ["cublas", "detkern"])
+def test_products_are_what_they_are_called(op: str, name: str) -> None:
+    product = small_product(op)
+    operands = Operands([product], {product: 1}, "cpu")
+    a, b, out = (operands.rotating(product, matrix)[0] for matrix in (*product.operands, "out"))
+    peers._PEERS[name].bind(product, a, b, out)()
+    left, right = a.double(), b.double()
+    exact = {"forward": lambda: left @ right.T, "da": lambda: left @ right, "db": lambda: left.T @ right}[op]()
+    assert (a.shape, b.shape) == tuple(torch.Size(product.matrix(matrix)) for matrix in product.operands)
+    assert (out.double() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_split_k_is_off_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU build has the settings, but no cuBLASLt to prefer."""
+    libraries = ["default"]
+
+    def preferred(library: str | None = None) -> str:
+        if library:
+            libraries.append(library)
+        return libraries[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    matmul = torch.backends.cuda.matmul
+    for dtype, setting in (("bfloat16", "bf16"), ("float16", "fp16")):
+        name = f"allow_{setting}_reduced_precision_reduction"
+        before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+        assert before == (True, True)
+        with peers._no_split(dataclasses.replace(small_product(), dtype=dtype)):
+            assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == (False, False)
+            assert libraries[-1] == "cublaslt"
+        assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == before
+        assert libraries[-1] == "default"
+
+
+def test_dependent_launch_is_off_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = types.SimpleNamespace(dependent_launch=True)
+    monkeypatch.setattr(detkern, "config", config)
+    assert peers._missing("detkern_independent") is None
+    with peers._independent(small_product()):
+        assert config.dependent_launch is False
+    assert config.dependent_launch is True
+    monkeypatch.setattr(detkern, "config", types.SimpleNamespace())
+    assert peers._missing("detkern_independent") == "detkern.config has no dependent_launch"
+
+
+def test_peers_that_are_not_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    monkeypatch.setitem(sys.modules, "sgemm_bi", types.ModuleType("sgemm_bi"))
+    found, missing = peers.here(["cublas_no_split", "deep_gemm", "sgemm_bi"])
+    assert [peer.name for peer in found] == ["cublas", "detkern", "cublas_no_split", "sgemm_bi"]
+    assert "deep_gemm" in missing["deep_gemm"]
+
+
+def test_other_libraries_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes that compute what DeepGEMM ([M, K] and [N, K], any strides) and sgemm-bi (pointers, weights [K, N]) would."""
+    deep = types.ModuleType("deep_gemm")
+    deep.bf16_gemm_nt = lambda a, b, d: d.copy_(a @ b.T)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep)
+    for op in shapes.OPS:
+        product = small_product(op)
+        operands = Operands([product], {product: 1}, "cpu")
+        a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
+        peers._PEERS["deep_gemm"].bind(product, a, b, out)()
+        expected = torch.empty_like(out)
+        peers._PEERS["cublas"].bind(product, a, b, expected)()
+        assert torch.equal(out, expected)
+    with pytest.raises(peers.Unserved, match="float16"):
+        peers._PEERS["deep_gemm"].bind(dataclasses.replace(small_product(), dtype="float16"), a, b, out)
+
+    called: list[Any] = []
+    engine = types.SimpleNamespace(
+        presize_upcast_scratch=lambda *sizes: called.append(sizes),
+        forward=lambda *arguments: called.append(arguments),
+        backward_dx=lambda *arguments: called.append(arguments),
+    )
+    monkeypatch.setattr(peers, "_sgemm_bi_engine", lambda: engine)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=77))
+    for op in ("forward", "da"):
+        product = small_product(op)
+        operands = Operands([product], {product: 1}, "cpu")
+        a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))
+        called.clear()
+        peers._PEERS["sgemm_bi"].bind(product, a, b, out)()
+        assert called[0] == (3 * 40, 40 * 24, 3 * 40)
+        pointers, sizes, *rest = called[1]
+        assert pointers[:2] == (out.data_ptr(), a.data_ptr())
+        assert sizes == (3, 40, 24)
+        assert rest == ["bfloat16", 77, True]
+    with pytest.raises(peers.Unserved, match="float32"):
+        peers._PEERS["sgemm_bi"].bind(small_product("db"), a, b, out)
