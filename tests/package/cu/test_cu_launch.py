@@ -6,7 +6,6 @@ import ctypes
 import re
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import cu_driver
@@ -14,8 +13,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-import detkern.cu
-from detkern.cu import current, launch
+from detkern.cu import current, launch, loader
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
@@ -26,7 +24,7 @@ from detkern.tensors import Device, TensorView
 from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16
 from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
-HEADER = Path(detkern.cu.__file__).parent / "params.cuh"
+HEADER = loader.FOLDER / "parts" / "params.cuh"
 DEVICE = Device("cuda", 1)
 _TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
 
