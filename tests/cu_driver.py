@@ -60,7 +60,7 @@ class Kernel:
     maps: tuple[int, ...]
 
 
-@dataclass
+@dataclass(eq=False)  # one is what another is not, as modules are
 class Bindings:
     """cuda.bindings.driver. failure: what its functions answer."""
 

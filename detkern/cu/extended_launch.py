@@ -6,6 +6,7 @@ CuPy's launchKernel takes no launch attributes, so these go through the driver's
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from .. import config
@@ -67,23 +68,33 @@ class ExtendedLaunch:
         return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
 
     def _configure(self, stream: int, dependent: bool) -> Any:
-        driver = self._driver
-        result = driver.CUlaunchConfig()
-        result.gridDimX, result.gridDimY, result.gridDimZ = self.launch.grid, 1, 1
-        result.blockDimX, result.blockDimY, result.blockDimZ = self.launch.threads, 1, 1
-        result.sharedMemBytes = self.launch.build.shared_bytes
-        result.hStream = stream
-        attributes = []
-        if self.launch.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = self.launch.cluster, 1, 1
-            attributes.append(attribute)
-        if dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        result.attrs, result.numAttrs = attributes, len(attributes)
-        return result
+        chosen = self.launch
+        return _configuration(
+            self._driver, chosen.grid, chosen.threads, chosen.build.shared_bytes, chosen.cluster, stream, dependent
+        )
+
+
+# Shared by plans: numbers of rows differ more than grids do. Nothing changes one after it is made.
+@functools.lru_cache(maxsize=1024)
+def _configuration(
+    driver: Any, grid: int, threads: int, shared_bytes: int, cluster: int, stream: int, dependent: bool
+) -> Any:
+    result = driver.CUlaunchConfig()
+    result.gridDimX, result.gridDimY, result.gridDimZ = grid, 1, 1
+    result.blockDimX, result.blockDimY, result.blockDimZ = threads, 1, 1
+    result.sharedMemBytes = shared_bytes
+    result.hStream = stream
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        attributes.append(attribute)
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    result.attrs, result.numAttrs = attributes, len(attributes)
+    return result

@@ -29,10 +29,11 @@ from ..vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..vocabulary.dtypes import DType, by_name
 from . import time_model
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_pairs, output_map_shape
 from .tuned import labels
 
 __all__ = [
+    "Chooser",
     "Launch",
     "Load",
     "Maps",
@@ -357,20 +358,21 @@ def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
     return _transposed(problem) if tile.swapped else problem
 
 
+def _along(size: int, unit: int, pairs: bool) -> int:
+    """Tiles of `unit` along a size. pairs: they are in clusters of two, the second of which may be outside."""
+    return -(-size // (2 * unit)) * 2 if pairs else -(-size // unit)
+
+
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
     """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem: oriented."""
-    rows, columns = tile["TILE_M"], tile["TILE_N"]
-    count = -(-problem.m // (2 * rows)) * 2 if tile.shares == SHARED_B else -(-problem.m // rows)
-    count *= -(-problem.n // (2 * columns)) * 2 if tile.shares == SHARED_A else -(-problem.n // columns)
-    for size in problem.batch:
-        count *= size
-    return count
+    count = _along(problem.m, tile["TILE_M"], tile.shares == SHARED_B)
+    return count * _along(problem.n, tile["TILE_N"], tile.shares == SHARED_A) * math.prod(problem.batch)
 
 
-def _cluster(problem: GemmProblem, tile: Tile) -> int:
+def _cluster(m: int, tile: Tile) -> int:
     """The CTAs of a cluster. Two run on a pair of multiprocessors; of tiles below one another, which are launched one behind
-    the other, what they read of B comes faster there, whether the kernel knows of it or not."""
-    pairs = tile.table == "mma_wgmma" and problem.m > tile["TILE_M"]
+    the other, what they read of B comes faster there, whether the kernel knows of it or not. m: of the oriented problem."""
+    pairs = tile.table == "mma_wgmma" and m > tile["TILE_M"]
     return 2 if tile.shares or pairs else 1
 
 
@@ -384,40 +386,58 @@ def launch_for(
     problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load] | None = None
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
-    load_a, load_b = loads or load_paths(problem)
-    maps = _maps(problem, tile, load_a, load_b) if tile.by_tma else None
-    problem = oriented(problem, tile)
-    if not _has_rows_to_share(problem, tile):
-        raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
-    cluster = _cluster(problem, tile)
-    # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
-    # run at once, each of which walks over several tiles.
-    walks = tile.by_tma or _scratch_bytes(tile, problem.k, 1) > 0
-    most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
-    grid = cluster * max(1, min(-(-_tile_count(problem, tile) // cluster), most // cluster))
-    return Launch(
-        tile=tile,
-        build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
-        load_a=load_a,
-        load_b=load_b,
-        grid=grid,
-        threads=tile.threads,
-        scratch_bytes=_scratch_bytes(tile, problem.k, grid),
-        cluster=cluster,
-        maps=maps,
-        prefetch_bytes=_prefetch_bytes(problem, tile, grid, multiprocessors),
-    )
+    return _Fitted(problem, tile, multiprocessors, loads or load_paths(problem)).launch(problem)
 
 
-def _prefetch_bytes(problem: GemmProblem, tile: Tile, grid: int, multiprocessors: int) -> int:
+class _Fitted:
+    """A tile for the products of one layout: what does not depend on m is worked out once, so that an m that was never seen
+    costs little."""
+
+    __slots__ = (
+        "_build", "_cluster", "_loads", "_maps", "_most", "_multiprocessors", "_others", "_scratch", "_threads", "_tile", "_unit",
+    )  # fmt: skip
+
+    def __init__(self, problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load]) -> None:
+        self._tile, self._loads, self._multiprocessors = tile, loads, multiprocessors
+        self._build = build_for(problem.contract, problem.a.dtype, tile, *loads)
+        self._maps = _FittedMaps(problem, tile, *loads) if tile.by_tma else None
+        self._threads = tile.threads
+        self._scratch = _scratch_bytes(tile, problem.k, 1)
+        # Of the tile along the caller's m, and tiles along all else.
+        rows, columns = (tile["TILE_M"], tile.shares == SHARED_B), (tile["TILE_N"], tile.shares == SHARED_A)
+        self._unit, across = (columns, rows) if tile.swapped else (rows, columns)
+        self._others = _along(problem.n, *across) * math.prod(problem.batch)
+        self._cluster = _cluster(problem.n, tile) if tile.swapped else None
+        # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
+        # run at once, each of which walks over several tiles.
+        walks = tile.by_tma or self._scratch > 0
+        self._most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
+
+    def launch(self, problem: GemmProblem) -> Launch:
+        """Of a problem of the layout."""
+        tile, m = self._tile, problem.m
+        maps = None if self._maps is None else self._maps.of(problem)
+        if tile.shares and not _has_rows_to_share(turned := oriented(problem, tile), tile):
+            raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {turned} has fewer")
+        cluster = self._cluster or _cluster(m, tile)
+        count = _along(m, *self._unit) * self._others
+        grid = cluster * max(1, min(-(-count // cluster), self._most // cluster))
+        return Launch(
+            tile, self._build, *self._loads, grid, self._threads, self._scratch * grid, cluster, maps,
+            _prefetch_bytes(problem, tile, count, grid, self._multiprocessors),
+        )  # fmt: skip
+
+
+def _prefetch_bytes(problem: GemmProblem, tile: Tile, count: int, grid: int, multiprocessors: int) -> int:
     """Launch.prefetch_bytes: a quarter of what the CTA reads of B in all, from 32 to 128 KiB (docs/hopper.md). 32 where
     other CTAs ask for the same columns, and where a chain takes longer than memory: its first operands come behind the rest.
+    count: of tiles.
     """
     if tile.table != "mma_wgmma" or problem.batch:
         return 0
     if tile.swapped or tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
         return _PREFETCH_UNIT
-    read = 2 * problem.k * tile["TILE_N"] * -(-_tile_count(problem, tile) // grid)
+    read = 2 * problem.k * tile["TILE_N"] * -(-count // grid)
     return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
 
 
@@ -443,6 +463,34 @@ def _writes(tile: Tile, pairs: bool, mapped: bool) -> bool:
 
 def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
     return loads[0] == Load.K_MAJOR, loads[1] == Load.K_MAJOR
+
+
+class _FittedMaps:
+    """The maps of a tile for the products of one layout. Where the lines of a run along k, and so m of them lie below one another
+    as in the output, only their number changes with m. b's map is one for all, and keeps what the driver made of it."""
+
+    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_tile")
+
+    def __init__(self, problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> None:
+        self._tile, self._loads = tile, (load_a, load_b)
+        made = _maps(problem, tile, load_a, load_b)
+        self._a, self._b = (made.b, made.a) if tile.swapped else (made.a, made.b)
+        self._out, self._few = made.out, 0
+        self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
+        if self._by_lines and not tile.swapped:
+            self._a = _operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
+            if not (tile.fills and self._a.whole):
+                self._few = tile["TILE_M"]
+
+    def of(self, problem: GemmProblem) -> Maps:
+        """Of a problem of the layout."""
+        m = problem.m
+        if not (self._by_lines and 1 < m <= SIZE_LIMIT):
+            return _maps(problem, self._tile, *self._loads)
+        # Boxes of a have no more rows than there are.
+        a = self._a.with_lines(m) if m >= self._few else self._a.with_lines(m, rows=m)
+        out = None if self._out is None else self._out.with_lines(m)
+        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out)
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
@@ -512,7 +560,8 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
     )
 
 
-class _Modelled(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Modelled:
     """Tiles that time_model.py can choose from, what it knows of them, and the least m that each of them takes."""
 
     tiles: tuple[Tile, ...]
@@ -598,11 +647,8 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
 
 
 @functools.lru_cache(maxsize=16384)
-def _fastest(layout: _Layout, capability: tuple[int, int], multiprocessors: int, whole: int, m: int) -> Tile | None:
+def _fastest(found: _Modelled, whole: int, m: int) -> Tile | None:
     """The tile that time_model.py predicts to be fastest, of those that take `whole` rows; None where there are none."""
-    found = _modelled(layout, capability, multiprocessors)
-    if found is None:
-        return None
     times = time_model.times_us(found.prepared, m)
     if whole < found.always:
         times = np.where(whole < found.least, np.inf, times)
@@ -610,19 +656,64 @@ def _fastest(layout: _Layout, capability: tuple[int, int], multiprocessors: int,
     return found.tiles[place] if math.isfinite(times[place]) else None
 
 
-def _fastest_modelled(
-    problem: GemmProblem, capability: tuple[int, int], multiprocessors: int, loads: tuple[Load, Load]
-) -> Tile | None:
-    """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
-    if problem.contract != MMA16 or Load.STRIDED in loads or _CAPABILITY_OF[_MODELLED] != capability:
-        return None
-    if math.prod(problem.batch) * problem.m * problem.n > _SMALLEST_TILE * _GRID_LIMIT:
-        able = [tile for tile in candidates(problem, capability, loads) if tile.table == _MODELLED]
-        return min(able, key=lambda tile: predicted_us(problem, tile, multiprocessors), default=None)
-    # Sides of tiles are multiples of 8: so are the m that a choice is made for.
-    m = max(problem.m, 1)
-    whole, rows = (m, m) if m <= _EACH_M else (m // 8 * 8, -(-m // 8) * 8)
-    return _fastest(_layout(problem, loads), capability, multiprocessors, whole, rows)
+class Chooser:
+    """`choose` for the products of one layout, which differ in m alone: what else a choice needs is worked out once."""
+
+    __slots__ = (
+        "_by_lines", "_capability", "_fitted", "_loads", "_modelled", "_most", "_multiprocessors", "_of_model"
+    )  # fmt: skip
+
+    def __init__(self, problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> None:
+        self._capability, self._multiprocessors = capability, multiprocessors
+        self._loads = load_paths(problem)
+        self._fitted: dict[int, _Fitted] = {}
+        self._of_model = (
+            problem.contract == MMA16 and Load.STRIDED not in self._loads and _CAPABILITY_OF[_MODELLED] == capability
+        )
+        # The most rows that tiles are chosen for by the model.
+        self._most = _SMALLEST_TILE * _GRID_LIMIT // max(math.prod(problem.batch) * problem.n, 1)
+        # What the model asks of a layout depends on m where a's lines run along it, and where there is one of them.
+        self._by_lines = self._loads[0] == Load.K_MAJOR and problem.m > 1
+        self._modelled = self._model(problem) if self._of_model and self._by_lines else None
+
+    def __call__(self, problem: GemmProblem) -> Launch:
+        """As `choose`, of a problem of the layout."""
+        tile = (self._fastest_modelled(problem) if self._of_model else None) or self._fastest_measured(problem)
+        fitted = self._fitted.get(id(tile))
+        if fitted is None:
+            fitted = self._fitted[id(tile)] = _Fitted(problem, tile, self._multiprocessors, self._loads)
+        return fitted.launch(problem)
+
+    def _model(self, problem: GemmProblem) -> _Modelled | None:
+        return _modelled(_layout(problem, self._loads), self._capability, self._multiprocessors)
+
+    def _fastest_modelled(self, problem: GemmProblem) -> Tile | None:
+        """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
+        m = problem.m
+        if m > self._most:
+            able = [tile for tile in candidates(problem, self._capability, self._loads) if tile.table == _MODELLED]
+            return min(able, key=lambda tile: predicted_us(problem, tile, self._multiprocessors), default=None)
+        found = self._modelled if self._by_lines and 1 < m <= SIZE_LIMIT else self._model(problem)
+        if found is None:
+            return None
+        # Sides of tiles are multiples of 8: so are the m that a choice is made for.
+        if m <= _EACH_M:
+            return _fastest(found, max(m, 1), max(m, 1))
+        return _fastest(found, m // 8 * 8, -(-m // 8) * 8)
+
+    def _fastest_measured(self, problem: GemmProblem) -> Tile:
+        """Of the other kernels."""
+        tiles = [tile for tile in candidates(problem, self._capability, self._loads) if tile.table != _MODELLED]
+        if not tiles:
+            capability = "{}.{}".format(*self._capability)
+            raise DeviceError(
+                f"no tile of {problem.contract} fits the shared memory of compute capability {capability}"
+            )
+        if not problem.batch:
+            names = "".join(load.name[0] for load in self._loads)
+            known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, self._multiprocessors)
+            tiles = [tile for tile in tiles if str(tile) in known] or tiles
+        return min(tiles, key=lambda tile: predicted_us(problem, tile, self._multiprocessors))
 
 
 def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
@@ -630,19 +721,4 @@ def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: i
 
     Raises DeviceError where no tile fits the device.
     """
-    loads = load_paths(problem)
-    modelled = _fastest_modelled(problem, capability, multiprocessors, loads)
-    if modelled is not None:
-        return launch_for(problem, modelled, multiprocessors, loads)
-    tiles = [tile for tile in candidates(problem, capability, loads) if tile.table != _MODELLED]
-    if not tiles:
-        raise DeviceError(
-            f"no tile of {problem.contract} fits the shared memory of compute capability {capability[0]}.{capability[1]}"
-        )
-    if not problem.batch:
-        names = "".join(load.name[0] for load in loads)
-        known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, multiprocessors)
-        tiles = [tile for tile in tiles if str(tile) in known] or tiles
-    return launch_for(
-        problem, min(tiles, key=lambda tile: predicted_us(problem, tile, multiprocessors)), multiprocessors, loads
-    )
+    return Chooser(problem, capability, multiprocessors)(problem)
