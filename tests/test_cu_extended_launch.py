@@ -200,7 +200,7 @@ def _launch(
 ) -> Launch:
     a, b, out = _views(**sizes)
     problem = gemm_problem(contract, a, b, out, bias, False)
-    chosen = launch.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
+    chosen = geometry.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
     launch.launch(problem, a, b, out, bias, Execution(DEVICE, 0x1234, _allocate), None if tile is None else chosen)
     return chosen
 

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from .. import config
+from . import tensor_map
 from .geometry import Launch
 
 __all__ = ["ExtendedLaunch", "LaunchFailure"]
@@ -30,9 +31,7 @@ class ExtendedLaunch:
     __slots__ = ("_configurations", "_driver", "_maps", "function", "launch")
 
     def __init__(self, function: int, launch: Launch) -> None:
-        from cuda.bindings import driver
-
-        self._driver: Any = driver
+        self._driver = tensor_map.bindings()
         self.function = function  # CUfunction
         self.launch = launch
         self._configurations: dict[tuple[int, bool], Any] = {}

@@ -646,14 +646,36 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
     ]
 
 
-@functools.lru_cache(maxsize=16384)
-def _fastest(found: _Modelled, whole: int, m: int) -> Tile | None:
-    """The tile that time_model.py predicts to be fastest, of those that take `whole` rows; None where there are none."""
-    times = time_model.times_us(found.prepared, m)
-    if whole < found.always:
-        times = np.where(whole < found.least, np.inf, times)
-    place = int(times.argmin())
-    return found.tiles[place] if math.isfinite(times[place]) else None
+@functools.lru_cache(maxsize=2048)
+def _fastest(found: _Modelled, group: int) -> tuple[Tile | None, ...]:
+    """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices (`_choice`), which
+    take hardly longer than one. None where there are none."""
+    whole, rows = zip(*map(_rows_of_choice, range(group * _AT_ONCE, (group + 1) * _AT_ONCE)), strict=True)
+    times = time_model.times_us_of_each(found.prepared, rows)
+    if whole[0] < found.always:
+        times = np.where(np.array(whole)[:, None] < found.least, np.inf, times)
+    places = times.argmin(1).tolist()
+    return tuple(
+        found.tiles[place] if math.isfinite(of_each[place]) else None
+        for place, of_each in zip(places, times, strict=True)
+    )
+
+
+# Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8 and one for
+# what is between two of them, since sides of tiles are multiples of 8.
+_AT_ONCE = 8
+
+
+def _choice(m: int) -> int:
+    return m if m <= _EACH_M else 2 * (m // 8) + (m % 8 > 0) + _EACH_M - _EACH_M // 4
+
+
+def _rows_of_choice(number: int) -> tuple[int, int]:
+    """The rows that there are at least, and those that the time is predicted for."""
+    if number <= _EACH_M:
+        return max(number, 1), max(number, 1)
+    eighths, between = divmod(number - _EACH_M + _EACH_M // 4, 2)
+    return 8 * eighths, 8 * (eighths + between)
 
 
 class Chooser:
@@ -696,10 +718,8 @@ class Chooser:
         found = self._modelled if self._by_lines and 1 < m <= SIZE_LIMIT else self._model(problem)
         if found is None:
             return None
-        # Sides of tiles are multiples of 8: so are the m that a choice is made for.
-        if m <= _EACH_M:
-            return _fastest(found, max(m, 1), max(m, 1))
-        return _fastest(found, m // 8 * 8, -(-m // 8) * 8)
+        group, place = divmod(_choice(m), _AT_ONCE)
+        return _fastest(found, group)[place]
 
     def _fastest_measured(self, problem: GemmProblem) -> Tile:
         """Of the other kernels."""

@@ -20,7 +20,16 @@ from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 from ..vocabulary.dtypes import BF16, F16, F32, DType
 
-__all__ = ["BOX_WIDTH", "SIZE_LIMIT", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
+__all__ = [
+    "BOX_WIDTH",
+    "SIZE_LIMIT",
+    "MapShape",
+    "available",
+    "bindings",
+    "map_shapes",
+    "out_pairs",
+    "output_map_shape",
+]
 
 BOX_WIDTH = 64
 SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
@@ -95,28 +104,35 @@ class MapShape:
         return found
 
     def _encode(self, pointer: int) -> Any:
-        from cuda.bindings import driver
-
+        driver = bindings()
         sizes, strides, box = self.dimensions()
-        kind, steps, how = _constants(driver, self.dtype, len(sizes))
-        word, short = driver.cuuint64_t, driver.cuuint32_t
+        kind, stride_words, box_words, steps, how = _constants(driver, self.dtype.code, strides, box)
         error, found = driver.cuTensorMapEncodeTiled(
-            kind, len(sizes), pointer, [word(size) for size in sizes], [word(stride) for stride in strides],
-            [short(size) for size in box], steps, *how,
-        )  # fmt: skip
+            kind, len(sizes), pointer, [*map(driver.cuuint64_t, sizes)], stride_words, box_words, steps, *how
+        )
         if error:
             raise DeviceError(f"the driver made no tensor map ({error.name}) of {self} at address {pointer:#x}")
         return found
 
 
-@functools.lru_cache(maxsize=64)
-def _constants(driver: Any, dtype: DType, rank: int) -> tuple[Any, list[Any], tuple[Any, ...]]:
-    """The type, the steps, and the last arguments of cuTensorMapEncodeTiled, as the bindings want them."""
+@functools.cache
+def bindings() -> Any:
+    """cuda.bindings.driver, which is there where tensor maps are `available`."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+# What differs with the number of lines is in none of these.
+@functools.lru_cache(maxsize=1024)
+def _constants(driver: Any, code: int, strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
+    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the bindings want
+    them. code: of the type."""
     kinds = driver.CUtensorMapDataType
     kind = {
-        F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        BF16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }[dtype]
+        F16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        BF16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[code]
     how = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -124,7 +140,8 @@ def _constants(driver: Any, dtype: DType, rank: int) -> tuple[Any, list[Any], tu
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return kind, [driver.cuuint32_t(1)] * rank, how
+    words, short = [*map(driver.cuuint64_t, strides)], driver.cuuint32_t
+    return kind, words, [*map(short, box)], [short(1)] * len(box), how
 
 
 def _shape(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["OWN", "SHARED", "Numbers", "Prepared", "Product", "TileShapes", "numbers", "prepare", "times_us"]
+__all__ = [
+    "OWN",
+    "SHARED",
+    "Numbers",
+    "Prepared",
+    "Product",
+    "TileShapes",
+    "numbers",
+    "prepare",
+    "times_us",
+    "times_us_of_each",
+]
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -236,9 +247,22 @@ def _read(p: Prepared, m: Value) -> tuple[Array, Array, Array]:
     return a, b, p.step_us * cycles + p.tile_us + p.out_us * np.minimum(p.extent, m) + p.few_us * (m < p.extent)
 
 
+def times_us_of_each(prepared: Prepared, rows: Sequence[int]) -> Array:
+    """The time of every tile, in µs, for each m: [m, tiles]. Every value is what `times_us` has."""
+    slopes = np.array([_of_m(m) for m in rows])[:, None]
+    return _times_us(prepared, np.array(rows, dtype=np.float64)[:, None], slopes)
+
+
 def times_us(prepared: Prepared, m: Value) -> Array:
     """The time of every tile, in µs."""
-    p = prepared
+    return _times_us(prepared, m, _of_m(m))
+
+
+def _of_m(m: Value) -> Value:
+    return _centred(m, 4, 256)
+
+
+def _times_us(p: Prepared, m: Value, slope: Value) -> Array:
     units = np.ceil(m / p.unit)
     each = units * p.each
     most = np.ceil(each)
@@ -268,7 +292,7 @@ def times_us(prepared: Prepared, m: Value) -> Array:
     if p.cuts:
         rows = np.maximum(np.minimum(p.rows[1], m), p.rows[0])
         result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * (m < p.extent))
-    result = result * np.exp(p.shape + p.by_m * _centred(m, 4, 256))
+    result = result * np.exp(p.shape + p.by_m * slope)
     return result
 
 
