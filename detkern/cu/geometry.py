@@ -646,24 +646,26 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
     ]
 
 
-@functools.lru_cache(maxsize=2048)
-def _fastest(found: _Modelled, group: int) -> tuple[Tile | None, ...]:
+@functools.lru_cache(maxsize=4096)
+def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
     """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices (`_choice`), which
-    take hardly longer than one. None where there are none."""
-    whole, rows = zip(*map(_rows_of_choice, range(group * _AT_ONCE, (group + 1) * _AT_ONCE)), strict=True)
+    take little longer than one. None where there are none."""
+    first = group * _AT_ONCE
+    whole, rows = zip(*map(_rows_of_choice, range(first, first + _AT_ONCE)), strict=True)
     times = time_model.times_us_of_each(found.prepared, rows)
     if whole[0] < found.always:
-        times = np.where(np.array(whole)[:, None] < found.least, np.inf, times)
-    places = times.argmin(1).tolist()
-    return tuple(
-        found.tiles[place] if math.isfinite(of_each[place]) else None
-        for place, of_each in zip(places, times, strict=True)
-    )
+        times[np.array(whole)[:, None] < found.least] = np.inf
+    places = times.argmin(1)
+    return [
+        found.tiles[place] if math.isfinite(us) else None
+        for place, us in zip(places.tolist(), times[_EACH_CHOICE, places].tolist(), strict=True)
+    ]
 
 
 # Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8 and one for
 # what is between two of them, since sides of tiles are multiples of 8.
-_AT_ONCE = 8
+_AT_ONCE = 4
+_EACH_CHOICE = np.arange(_AT_ONCE)
 
 
 def _choice(m: int) -> int:

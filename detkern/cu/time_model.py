@@ -248,28 +248,32 @@ def _read(p: Prepared, m: Value) -> tuple[Array, Array, Array]:
 
 
 def times_us_of_each(prepared: Prepared, rows: Sequence[int]) -> Array:
-    """The time of every tile, in µs, for each m: [m, tiles]. Every value is what `times_us` has."""
+    """The time of every tile, in µs, for each m, ascending: [m, tiles]. Every value is what `times_us` has."""
     slopes = np.array([_of_m(m) for m in rows])[:, None]
-    return _times_us(prepared, np.array(rows, dtype=np.float64)[:, None], slopes)
+    settled = rows[0] > prepared.settled
+    return _times_us(prepared, np.array(rows, dtype=np.float64)[:, None], slopes, rows[-1], settled)
 
 
 def times_us(prepared: Prepared, m: Value) -> Array:
     """The time of every tile, in µs."""
-    return _times_us(prepared, m, _of_m(m))
+    one = isinstance(m, int)
+    return _times_us(prepared, m, _of_m(m), m, one and m > prepared.settled)
 
 
 def _of_m(m: Value) -> Value:
     return _centred(m, 4, 256)
 
 
-def _times_us(p: Prepared, m: Value, slope: Value) -> Array:
+def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool) -> Array:
     units = np.ceil(m / p.unit)
     each = units * p.each
     most = np.ceil(each)
-    one = isinstance(m, int)
-    a, b, tile = p.always if one and m > p.settled else _read(p, m)
+    a, b, tile = p.always if settled else _read(p, m)
     # Whole walks, and of what is left from `alone` to 1.
-    computing = (most - p.unequal * (most - each)) * tile
+    computing = most - each
+    computing *= p.unequal
+    np.subtract(most, computing, out=computing)
+    computing = computing * tile
     computing *= computing
     # Rows and columns of tiles that are computed at one time, and with it the CTAs that read one part of B and of A.
     down, across = p.down[0] + p.down[1] * units, p.across[0] + p.across[1] * units
@@ -278,12 +282,15 @@ def _times_us(p: Prepared, m: Value, slope: Value) -> Array:
     high = np.minimum(np.maximum(p.at_once / across, high), down)
     operands = p.bytes_n + p.bytes_m * m
     megabytes = operands + p.out_m * m
-    if np.any(operands > p.resident):
-        wave = np.maximum(each, 1.0) * (high * p.height + wide * p.width) - operands
+    if np.any(p.bytes_n + p.bytes_m * most_m > p.resident):
+        wave = np.maximum(each, 1.0)
+        wave *= high * p.height + wide * p.width
+        wave = wave - operands
         megabytes = megabytes + p.again * np.maximum(wave, 0.0) * np.maximum(1 - p.resident / operands, 0.0)
     memory = p.memory * megabytes
     memory *= memory
-    cache = each * (p.cache[0] * a / np.sqrt(np.sqrt(wide)) + p.cache[1] * b / np.sqrt(np.sqrt(high)))
+    cache = p.cache[0] * a / np.sqrt(np.sqrt(wide))
+    cache = each * (cache + p.cache[1] * b / np.sqrt(np.sqrt(high)))
     cache *= cache
     computing *= computing
     memory *= memory
