@@ -562,7 +562,8 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Modelled:
-    """Tiles that time_model.py can choose from, what it knows of them, and the least m that each of them takes."""
+    """Tiles that time_model.py can choose from, what it knows of them, for `_AT_ONCE` choices at once, and the least m that each
+    of them takes."""
 
     tiles: tuple[Tile, ...]
     prepared: time_model.Prepared
@@ -583,7 +584,12 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
             and (not tile.shares or rows >= tile["TILE_M"])
         ):
             found.append(tile)
-    return _prepared(tuple(found), layout, multiprocessors) if found else None
+    if not found:
+        return None
+    # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
+    shapes = model_shapes(found)
+    least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
+    return _Modelled(tuple(found), _prepared(found * _AT_ONCE, layout, multiprocessors), least, int(least.max()))
 
 
 def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
@@ -603,15 +609,12 @@ def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
     )
 
 
-def _prepared(tiles: tuple[Tile, ...], layout: _Layout, multiprocessors: int) -> _Modelled:
-    shapes = model_shapes(tiles)
+def _prepared(tiles: Sequence[Tile], layout: _Layout, multiprocessors: int) -> time_model.Prepared:
     product = time_model.Product(
         layout.n, layout.k, _along_k(layout.loads), layout.broken, layout.f32, layout.accumulate, layout.batch
     )
     numbers = time_model.numbers(tuple(map(str, tiles)))
-    # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
-    least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
-    return _Modelled(tiles, time_model.prepare(shapes, numbers, product, multiprocessors), least, int(least.max()))
+    return time_model.prepare(model_shapes(tiles), numbers, product, multiprocessors)
 
 
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
@@ -619,7 +622,7 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
     CTAs, then what is left on the multiprocessors; no less than the operands take from memory."""
     if tile.table == _MODELLED:
         layout = _layout(problem, load_paths(problem))
-        return float(time_model.times_us(_prepared((tile,), layout, multiprocessors).prepared, problem.m)[0])
+        return float(time_model.times_us(_prepared((tile,), layout, multiprocessors), problem.m)[0])
     at_once = tile["CTAS_PER_SM"]
     waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
     time = waves * tile.wave_us
