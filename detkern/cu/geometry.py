@@ -562,8 +562,7 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Modelled:
-    """Tiles that time_model.py can choose from, what it knows of them, for `_AT_ONCE` choices at once, and the least m that each
-    of them takes."""
+    """Tiles that time_model.py can choose from, what it knows of them, and the least m that each of them takes."""
 
     tiles: tuple[Tile, ...]
     prepared: time_model.Prepared
@@ -589,7 +588,7 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
     # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
     shapes = model_shapes(found)
     least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
-    return _Modelled(tuple(found), _prepared(found * _AT_ONCE, layout, multiprocessors), least, int(least.max()))
+    return _Modelled(tuple(found), _prepared(found, layout, multiprocessors), least, int(least.max()))
 
 
 def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
@@ -649,10 +648,10 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
     ]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2048)
 def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
     """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices (`_choice`), which
-    take little longer than one. None where there are none."""
+    take four times as long as one. None where there are none."""
     first = group * _AT_ONCE
     whole, rows = zip(*map(_rows_of_choice, range(first, first + _AT_ONCE)), strict=True)
     times = time_model.times_us_of_each(found.prepared, rows)
@@ -667,7 +666,7 @@ def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
 
 # Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8 and one for
 # what is between two of them, since sides of tiles are multiples of 8.
-_AT_ONCE = 4
+_AT_ONCE = 32
 _EACH_CHOICE = np.arange(_AT_ONCE)
 
 
