@@ -178,7 +178,8 @@ class Tile:
         return " ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, here and where plans are made: a frozen dataclass costs three times as much to make. Nobody changes one.
+@dataclass(slots=True)
 class Maps:
     """What TMA is told of the operands, and of the output where it writes that too."""
 
@@ -192,7 +193,7 @@ class Maps:
         return int(self.a.boxes is not None) | int(self.b.boxes is not None) << 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps: where the
     kernel takes them. prefetch_bytes: of B, that each CTA asks the L2 cache for while the grid before still ends."""

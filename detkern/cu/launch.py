@@ -66,7 +66,7 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """Everything about a launch but its pointers and its stream. Kernel parameters come from `params`; `offsets` are what
     is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes. swapped:
@@ -183,12 +183,26 @@ class Launches:
         plan = self.plans.get(m) or self.plans.recall(m)
         if plan is None:
             problem = self._problem.with_rows(m)
-            facts = describe(problem.device.index)
-            layout = self._layout
-            if layout is None:
-                layout = self._layout = Layout(problem, facts)
-            plan = self.plans.keep(m, on_device(problem, plan_for, problem, facts, execution.stream, None, layout))
-        on_device(plan.problem, enqueue, plan, a, b, out, bias, execution)
+            on_device(problem, self._first, problem, a, b, out, bias, execution)
+        else:
+            on_device(plan.problem, enqueue, plan, a, b, out, bias, execution)
+
+    def _first(
+        self,
+        problem: GemmProblem,
+        a: TensorView,
+        b: TensorView,
+        out: TensorView,
+        bias: TensorView | None,
+        execution: Execution,
+    ) -> None:
+        """The call that makes the plan of a number of rows."""
+        facts = describe(problem.device.index)
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = Layout(problem, facts)
+        plan = self.plans.keep(problem.m, plan_for(problem, facts, execution.stream, None, layout))
+        enqueue(plan, a, b, out, bias, execution)
 
 
 def launch(

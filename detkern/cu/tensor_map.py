@@ -53,7 +53,8 @@ def available() -> bool:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: two are made for each number of rows. Nobody changes one.
+@dataclass(slots=True)
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
     two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`); inner:
