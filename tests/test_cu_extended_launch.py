@@ -238,6 +238,47 @@ def test_a_plan_keeps_its_maps(bindings: cu_driver.Bindings, runtime: Runtime) -
     assert len(launches.plans) == 1
 
 
+@pytest.mark.parametrize("n", [512, 24])
+def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(
+    bindings: cu_driver.Bindings, runtime: Runtime, n: int
+) -> None:
+    """Parameters, maps and configuration; few rows, tiles that are swapped, and more rows than tiles have."""
+    execution = Execution(DEVICE, 0x1234, _allocate)
+
+    def launched(launches: launch.Launches, m: int) -> tuple[Any, ...]:
+        a, b, out = _views(m=m, n=n)
+        launches(m, (a, b, None), out, execution)
+        one = bindings.launches[-1]
+        made = one.configuration
+        about = (made.gridDimX, made.blockDimX, made.sharedMemBytes, made.hStream, made.numAttrs)
+        return about, one.params, [bindings.maps[number] for number in one.maps]
+
+    shared = launch.Launches(_problem(n=n))
+    for m in (7, 8, 100, 2, 1000, 64, 9999, 3, 128, 129, 40):
+        assert launched(shared, m) == launched(launch.Launches(_problem(m=m, n=n)), m)
+
+
+def test_the_map_of_a_weight_is_made_once_for_a_tile(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    launches, tiles = launch.Launches(_problem()), set()
+    for m in range(2, 600):
+        a, b, out = _views(m=m)
+        launches(m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
+        plan = launches.plans.get(m)
+        assert plan is not None
+        tiles.add(plan.launch.tile)
+    assert len(tiles) > 2
+    assert sum(arguments[2] == B for arguments in bindings.maps) == len(tiles)
+
+
+def test_plans_of_one_grid_have_one_configuration(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    launches = launch.Launches(_problem())
+    for m in range(5000, 5040):
+        a, b, out = _views(m=m)
+        launches(m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
+    made = {id(one.configuration): one.configuration for one in bindings.launches}
+    assert len(made) == len({(one.gridDimX, one.blockDimX, one.sharedMemBytes) for one in made.values()}) < 10
+
+
 def test_what_the_driver_answers_is_in_the_device_error(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
     a, b, out = _views()
     launches = launch.Launches(_problem())
