@@ -238,24 +238,27 @@ def test_a_plan_keeps_its_maps(bindings: cu_driver.Bindings, runtime: Runtime) -
     assert len(launches.plans) == 1
 
 
-@pytest.mark.parametrize("n", [512, 24])
-def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(
-    bindings: cu_driver.Bindings, runtime: Runtime, n: int
-) -> None:
-    """Parameters, maps and configuration; few rows, tiles that are swapped, and more rows than tiles have."""
+def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    """Parameters, maps and configuration; of few rows, of tiles that are swapped, and of other prefetch_bytes."""
     execution = Execution(DEVICE, 0x1234, _allocate)
 
     def launched(launches: launch.Launches, m: int) -> tuple[Any, ...]:
-        a, b, out = _views(m=m, n=n)
+        a, b, out = _views(m=m, n=n, k=k)
         launches(m, (a, b, None), out, execution)
-        one = bindings.launches[-1]
+        plan, one = launches.plans.get(m), bindings.launches[-1]
+        assert plan is not None
+        seen.append((plan.swapped, plan.launch.prefetch_bytes))
         made = one.configuration
         about = (made.gridDimX, made.blockDimX, made.sharedMemBytes, made.hStream, made.numAttrs)
         return about, one.params, [bindings.maps[number] for number in one.maps]
 
-    shared = launch.Launches(_problem(n=n))
-    for m in (7, 8, 100, 2, 1000, 64, 9999, 3, 128, 129, 40):
-        assert launched(shared, m) == launched(launch.Launches(_problem(m=m, n=n)), m)
+    for n, k in ((512, 320), (8192, 14336), (4096, 7168)):
+        seen: list[tuple[bool, int]] = []
+        shared = launch.Launches(_problem(n=n, k=k))
+        for m in (7, 8, 100, 139, 2, 1000, 64, 9999, 3, 128, 129, 40, 144):
+            assert launched(shared, m) == launched(launch.Launches(_problem(m=m, n=n, k=k)), m)
+        if k > 320:
+            assert len({swapped for swapped, _ in seen}) == len({min(size, 1 << 16) for _, size in seen}) == 2, k
 
 
 def test_the_map_of_a_weight_is_made_once_for_a_tile(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
