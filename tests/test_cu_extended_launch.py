@@ -261,6 +261,23 @@ def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(bindings: cu_drive
             assert len({swapped for swapped, _ in seen}) == len({min(size, 1 << 16) for _, size in seen}) == 2, k
 
 
+def test_a_tiles_parameters_are_those_of_each_number_of_rows() -> None:
+    """Whichever came first: prefetch_bytes, whole boxes and m differ where rows are one tile, more or fewer."""
+    sizes = {"n": 8192, "k": 14336}
+    wide = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma" and not tile.shares)
+    turned = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.by_tma and tile.swapped)
+    facts = CudaDevice(1, "fake", "", (9, 0), 132, "1")
+    for tile in (wide, turned):
+        layout, asked = launch.Layout(_problem(m=300, **sizes), facts), set()
+        for m in (tile["TILE_M"], 1000, tile["TILE_N"], tile["TILE_M"] - 1, tile["TILE_M"] + 1, 500):
+            problem = _problem(m=m, **sizes)
+            chosen = geometry.launch_for(problem, tile, 132)
+            asked.add(chosen.prefetch_bytes)
+            alone = launch.pack_params(geometry.oriented(problem, tile), chosen.maps, chosen.prefetch_bytes)
+            assert layout.params(problem, chosen) == alone
+        assert len(asked) == (1 if tile.swapped else 2)
+
+
 def test_the_map_of_a_weight_is_made_once_for_a_tile(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
     launches, tiles = launch.Launches(_problem()), set()
     for m in range(2, 600):
