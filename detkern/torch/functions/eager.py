@@ -1,8 +1,8 @@
-"""Products of plain tensors, with the least work between the call and the kernel.
+"""Products and row operations of plain tensors, with the least work between the call and the kernel.
 
 `detkern.gemm` reads any framework's arrays, finds their adapters and orders their streams; on a small product that costs more
 than torch.nn.functional.linear as a whole. Here tensors become views at once, which find the same plans; what is unusual goes
-through `detkern.gemm`, which also says what is wrong with it.
+through `detkern.gemm`, which also says what is wrong with it, and serves `detkern.explain`.
 
 Only for tensors of which `route.direct` is true, and that autograd does not record here.
 """
@@ -16,17 +16,20 @@ import torch
 
 from ... import api
 from ...dispatch.backend import Execution
+from ...dispatch.call import rehearsals
 from ...dispatch.plan import Planned
 from ...errors import DetkernError
 from ...operations.bias_gradient.checks import plan_column_sum
 from ...operations.gemm.checks import GEMM, LINEAR, Names, plan_product
+from ...operations.rows.checks import plan_rows
+from ...operations.rows.problem import RowKind
 from ...tensors import Device, TensorView, contiguous_strides
 from ...tensors.torch import torch_adapter
 from ...tensors.types import OUTPUTS, dtype_argument
 from ...vocabulary.dtypes import E4M3, DType
 from .route import TYPES
 
-__all__ = ["bias_gradient", "linear", "matmul"]
+__all__ = ["bias_gradient", "linear", "matmul", "row_operation"]
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _TORCH_TYPES = {dtype.code: name for name, dtype in TYPES.items()}
@@ -54,6 +57,15 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     return _complete(planned, (view,), view.device, dc.device)
 
 
+def row_operation(kind: RowKind, function: Callable[..., Any], x: Any, out_dtype: Any, backend: str | None) -> Any:
+    """An operation of detkern.rows with one operand. function: its name there."""
+    view = _view(x)
+    if view is None or (backend is not None and type(backend) is not str):
+        return function(x, out_dtype=out_dtype, backend=backend)
+    wanted = None if out_dtype is None else _named(out_dtype)
+    return _complete(plan_rows(kind, view, None, None, None, wanted, backend), (view,), view.device, x.device)
+
+
 def _product(
     names: Names, left: Any, right: Any, bias: Any, contract: str | None, out_dtype: Any, backend: str | None
 ) -> Any:
@@ -74,7 +86,9 @@ def _product(
 
 
 def _view(tensor: Any) -> TensorView | None:
-    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty."""
+    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty, and where calls are only rehearsed."""
+    if rehearsals:
+        return None
     try:
         pointer = tensor.data_ptr()
         dtype = TYPES.get(tensor.dtype)
