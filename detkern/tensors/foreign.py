@@ -12,7 +12,7 @@ import sys
 from operator import index
 from typing import Any
 
-from ..dtypes import E4M3, F16, F32, DType
+from ..dtypes import E4M3, F16, F32, I32, I64, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
@@ -111,7 +111,7 @@ class _DLPack(_Foreign):
             keep(execution.device, execution.stream, view.array)
 
 
-_CAI_TYPES = {"f4": F32, "f2": F16}
+_CAI_TYPES = {"f4": F32, "f2": F16, "i4": I32, "i8": I64}
 _CAI_NAMES = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 
 

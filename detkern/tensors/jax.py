@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import DTYPES, DType
+from ..dtypes import DTYPES, INDICES, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
 from .adapter import Adapter
 from .cupy import external_execution
@@ -29,7 +29,7 @@ from .view import Device, TensorView
 
 __all__ = ["jax_adapter"]
 
-_TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+_TYPES = {dtype.numpy: dtype for dtype in (*DTYPES, *INDICES)}
 
 
 class _After:
