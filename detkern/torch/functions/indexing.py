@@ -7,6 +7,7 @@ here, and what it refuses is refused with its own error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -18,7 +19,8 @@ from .broadcasting import expanded
 from .scattered import rows_summed, rows_taken
 
 __all__ = [
-    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "scatter_add", "take",
+    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "read", "scatter_add",
+    "take",
 ]  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def gathering_embedding(tokens: Any, weight: Any, padding_idx: int | None, main_
         ignored = padding_idx + weight.shape[0] if padding_idx < 0 else padding_idx
         if not 0 <= ignored < weight.shape[0]:
             raise ArgumentError(f"padding_idx={padding_idx} names no row of weight {list(weight.shape)}")
-    return rows_taken(weight, tokens.reshape(-1), ignored, main_grad, backend).reshape(*tokens.shape, weight.shape[1])
+    return rows_taken(weight, tokens.reshape(-1), ignored, main_grad, backend).reshape((*tokens.shape, weight.shape[1]))
 
 
 def index_select(x: torch.Tensor, dim: int, index: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -98,8 +100,13 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, backend: str | Non
     Raises:
         As `index_select`.
     """
-    where = _along(x.shape, dim, index)
-    return rows_taken(x.reshape(-1), where.reshape(-1), backend=backend).reshape(index.shape)
+    return read(x, lambda coordinates: torch.gather(coordinates, dim, index), backend)
+
+
+def read(x: Any, chosen: Callable[[Any], Any], backend: str | None = None) -> Any:
+    """chosen(x), for a function that reads single elements, whatever they are, with the gradient of `gather`."""
+    where = _combined(x.shape, x.device, chosen)
+    return rows_taken(x.reshape(-1), where.reshape(-1), backend=backend).reshape(where.shape)
 
 
 def take(x: torch.Tensor, key: Any, *, backend: str | None = None) -> torch.Tensor:
@@ -118,7 +125,7 @@ def take(x: torch.Tensor, key: Any, *, backend: str | None = None) -> torch.Tens
     where, indexed = positions(x.shape, key, x.device)
     rest = x.shape[indexed:]
     taken = rows_taken(x.reshape(prod(x.shape[:indexed]), *rest), where.reshape(-1), backend=backend)
-    return taken.reshape(*where.shape, *rest)
+    return taken.reshape((*where.shape, *rest))
 
 
 def index_add(
@@ -172,7 +179,7 @@ def scatter_add(
     """
     if src.dim() != index.dim() or any(n > have for n, have in zip(index.shape, src.shape, strict=True)):
         raise ShapeError(f"src {list(src.shape)} must have the dimensions of index {list(index.shape)}, and its sizes at least")
-    where = _along(x.shape, dim, index)
+    where = _combined(x.shape, index.device, lambda coordinates: torch.gather(coordinates, dim, index))
     added = src[tuple(slice(0, n) for n in index.shape)]
     total = rows_summed(added.reshape(-1), where.reshape(-1), x.numel(), initial=x.reshape(-1), backend=backend)
     return total.reshape(x.shape)
@@ -232,13 +239,9 @@ def _indexed(key: tuple[Any, ...], rank: int) -> int:
     return min(reached, rank)
 
 
-def _along(shape: Any, dim: int, index: Any) -> Any:
-    """Which elements of a tensor of this shape torch.gather(tensor, dim, index) has, in row-major order."""
-    return _combined(shape, index.device, lambda coordinates: torch.gather(coordinates, dim, index))
-
-
-def _combined(shape: Any, device: Any, chosen: Any) -> Any:
-    """What `chosen` gives of the coordinates along each dimension, made one number."""
+def _combined(shape: Any, device: Any, chosen: Callable[[Any], Any]) -> Any:
+    """Which elements of a tensor of this shape `chosen` reads, counted in row-major order: it reads the coordinates along each
+    dimension, and they are made one number."""
     if not shape:
         return chosen(torch.zeros((), dtype=torch.int64, device=device))
     total = None

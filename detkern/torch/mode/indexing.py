@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from ..functions import indexing, route
-from ..functions.broadcasting import expanded
 from .products import finish
 
-__all__ = ["ELEMENTWISE", "HANDLERS", "NAMES", "functional_embedding"]
+__all__ = ["ELEMENTWISE", "HANDLERS", "NAMES", "READING", "functional_embedding"]
 
 # What the mode calls them, for their types and devices.
 NAMES = ("embedding", "index", "index_select", "gather", "index_add", "scatter_add", "index_put")
+
+# A use without a sum.
+_PLAIN = object()
 
 
 def _recorded(mode: Any, op: str, x: Any) -> bool:
@@ -88,28 +90,20 @@ def _take_along_dim(mode: Any, input: Any, indices: Any, dim: int | None = None,
     if out is not None or not _recorded(mode, "gather", input):
         return torch.take_along_dim(input, indices, dim, out=out)
     if dim is None:
-        return indexing.gather(input.reshape(-1), 0, indices.reshape(-1))
-    if input.dim() != indices.dim() or not -input.dim() <= dim < input.dim():
-        return NotImplemented
-    d = dim % input.dim()
-
-    def sized(x: Any, other: Any) -> list[int]:
-        """The shape that x is broadcast to."""
-        return [n if i == d or n != 1 else m for i, (n, m) in enumerate(zip(x.shape, other.shape, strict=True))]
-
-    return indexing.gather(expanded(input, sized(input, indices)), d, indices.expand(sized(indices, input)))
+        input, indices, dim = input.reshape(-1), indices.reshape(-1), 0
+    return indexing.read(input, lambda coordinates: torch.take_along_dim(coordinates, indices, dim))
 
 
 def _take(mode: Any, input: Any, index: Any, *, out: Any = None) -> Any:
     if out is not None or not _recorded(mode, "index", input):
         return torch.take(input, index, out=out)
-    return indexing.take(input.reshape(-1), index)
+    return indexing.read(input, lambda coordinates: torch.take(coordinates, index))
 
 
 def _index(mode: Any, self: Any, indices: Any, *, out: Any = None) -> Any:
     """aten::index."""
     if out is not None or not _recorded(mode, "index", self):
-        return NotImplemented
+        return _PLAIN
     return indexing.take(self, tuple(slice(None) if i is None else i for i in indices))
 
 
@@ -124,7 +118,7 @@ def _repeat_interleave(
     mode: Any, input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
     if repeats is None or not _recorded(mode, "index_select", input):
-        return NotImplemented
+        return _PLAIN
     x = input.reshape(-1) if dim is None else input
     d = 0 if dim is None else dim
     if x.dim() == 0 or not -x.dim() <= d < x.dim():
@@ -159,11 +153,11 @@ def _scatter(
     mode: Any, input: Any, dim: Any, index: Any, src: Any = None, *, reduce: Any = None, value: Any = None, out: Any = None
 ) -> Any:
     if reduce is None:
-        return NotImplemented
+        return _PLAIN
     if reduce == "add" and isinstance(src, torch.Tensor):
         return _scatter_add(mode, input, dim, index, src, out=out)
     mode.uncovered("scatter", f"reduce={reduce!r}", input)
-    return NotImplemented
+    return _PLAIN
 
 
 def _scatter_reduce(
@@ -173,33 +167,50 @@ def _scatter_reduce(
         return _scatter_add(mode, input, dim, index, src, out=out)
     if reduce in ("sum", "mean", "prod"):
         mode.uncovered("scatter_reduce", f"reduce={reduce!r}", input)
-    return NotImplemented
+    return _PLAIN
 
 
 def _index_put(mode: Any, input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    if not accumulate or not mode.covers("index_put", input, values) or input.dtype != values.dtype:
+    if not accumulate:
+        return _PLAIN
+    if not mode.covers("index_put", input, values) or input.dtype != values.dtype:
         return NotImplemented
     return indexing.index_put(input, tuple(indices), values)
 
 
-def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that changes its tensor."""
+def _of(native: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a function of PyTorch's that has uses without a sum."""
+
+    def handled(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        result = handler(mode, *args, **kwargs)
+        return native(*args, **kwargs) if result is _PLAIN else result
+
+    return handled
+
+
+def _in_place(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of the method `name` that changes its tensor."""
 
     def changed(mode: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         result = handler(mode, input, *args, **kwargs)
-        return result if result is NotImplemented else input.copy_(result)
+        return result if result is NotImplemented or result is _PLAIN else input.copy_(result)
 
-    return changed
+    return _of(getattr(torch.Tensor, name), changed)
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
     "embedding": _embedding, "index_select": _index_select, "gather": _gather, "take_along_dim": _take_along_dim,
-    "take": _take, "repeat_interleave": _repeat_interleave,
-    "index_add": _index_add, "index_add_": _in_place(_index_add),
-    "scatter_add": _scatter_add, "scatter_add_": _in_place(_scatter_add),
-    "scatter": _scatter, "scatter_": _in_place(_scatter),
-    "scatter_reduce": _scatter_reduce, "scatter_reduce_": _in_place(_scatter_reduce),
-    "index_put": _index_put, "index_put_": _in_place(_index_put),
+    "take": _take,
+    "index": _of(torch.ops.aten.index, _index),
+    "repeat_interleave": _of(torch.repeat_interleave, _repeat_interleave),
+    "index_add": _index_add, "index_add_": _in_place("index_add_", _index_add),
+    "scatter_add": _scatter_add, "scatter_add_": _in_place("scatter_add_", _scatter_add),
+    "scatter": _of(torch.scatter, _scatter), "scatter_": _in_place("scatter_", _scatter),
+    "scatter_reduce": _of(torch.scatter_reduce, _scatter_reduce),
+    "scatter_reduce_": _in_place("scatter_reduce_", _scatter_reduce),
+    "index_put": _of(torch.index_put, _index_put), "index_put_": _in_place("index_put_", _index_put),
 }  # fmt: skip
-# Reading with brackets, which torch.compile makes its own of.
-ELEMENTWISE: dict[str, Callable[..., Any]] = {"__getitem__": _getitem, "index": _index}
+# Reading with brackets: torch.compile makes its own of it.
+ELEMENTWISE: dict[str, Callable[..., Any]] = {"__getitem__": _getitem}
+# Their gradient is a sum, which is PyTorch's where they are composed below Python.
+READING = ("embedding", "index_select", "gather", "index")
