@@ -65,9 +65,10 @@ def measure(threads: int) -> list[dict[str, Any]]:
     import numpy as np
 
     import detkern
-    from detkern import config, operands
+    from detkern import config
     from detkern.api import block_scaled_gemm
-    from detkern.dtypes import BF16, E4M3, F16, F32
+    from detkern.vocabulary import operands
+    from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32
 
     config.num_threads = threads
     size = 1024

@@ -172,10 +172,10 @@ def tile_rows() -> list[dict[str, Any]]:
     multiprocessor, and with one. Both operands K_MAJOR."""
     import torch
 
-    from detkern.contracts import get_contract
     from detkern.cu import geometry
     from detkern.cu.device import describe
-    from detkern.dtypes import by_name
+    from detkern.vocabulary.contracts import get_contract
+    from detkern.vocabulary.dtypes import by_name
 
     multiprocessors = describe(0).multiprocessors
     rows = []

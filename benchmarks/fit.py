@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from detkern.contracts import MMA16
 from detkern.cu import geometry, time_model
-from detkern.dtypes import BF16
+from detkern.vocabulary.contracts import MMA16
+from detkern.vocabulary.dtypes import BF16
 
 from .fit_model import fit, flatten, predicted, regrets
 

@@ -13,15 +13,15 @@ __all__ = ["contract_of", "forced_call", "forced_calls", "problem_of_sizes", "se
 
 def contract_of(product: Product) -> Any:
     """The product's contract."""
-    from detkern.contracts import get_contract
+    from detkern.vocabulary.contracts import get_contract
 
     return get_contract(product.contract)
 
 
 def _views(product: Product, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
     """detkern's views of the matrices as they are meant (`Product.trans_a` and `trans_b`)."""
-    from detkern.dtypes import by_name
     from detkern.tensors import Device, TensorView
+    from detkern.vocabulary.dtypes import by_name
 
     def view(tensor: Any, transpose: bool) -> TensorView:
         if transpose:
@@ -36,9 +36,9 @@ def _views(product: Product, a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
 
 def problem_of_sizes(product: Product, output_f32: bool = False, accumulate: bool = False) -> Any:
     """The problem of a product whose matrices are row-major and begin where an allocation could."""
-    from detkern.dtypes import F32, by_name
     from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
+    from detkern.vocabulary.dtypes import F32, by_name
 
     dtype = by_name(product.dtype)
     assert dtype is not None
@@ -93,11 +93,11 @@ def forced_calls(problem: Any, tile: Any, views: Iterable[tuple[Any, Any, Any]])
     """The call by a tile for each of the sets that `seen` gave, planned once."""
     import torch
 
-    from detkern.backend import Execution
     from detkern.cu import geometry, launch
     from detkern.cu.device import describe
-    from detkern.dtypes import by_name
+    from detkern.dispatch.backend import Execution
     from detkern.tensors import Device, TensorView
+    from detkern.vocabulary.dtypes import by_name
 
     facts = describe(0)
     device = Device("cuda", 0)

@@ -188,7 +188,7 @@ def _missing(name: str) -> str | None:
         if not hasattr(config, "dependent_launch"):
             return "detkern.config has no dependent_launch"
     elif name == "triton":
-        from detkern import registry
+        from detkern.dispatch import registry
 
         if name not in registry.backend_names():
             return "detkern has no backend called triton"

@@ -51,8 +51,8 @@ def measured() -> list[dict[str, Any]]:
     import torch
 
     from detkern import rows
-    from detkern.dtypes import F32
-    from detkern.operands import generate
+    from detkern.vocabulary.dtypes import F32
+    from detkern.vocabulary.operands import generate
 
     found = []
     for type_name in TYPES:

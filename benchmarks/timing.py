@@ -59,7 +59,7 @@ def missing() -> str | None:
 
 def no_torch() -> str | None:
     """That PyTorch is not installed, or None."""
-    from detkern.requirements import Package, install
+    from detkern.dispatch.requirements import Package, install
 
     return Package("torch", "PyTorch", install("bench")).missing()
 

@@ -102,13 +102,13 @@ def _tile_call(tile: Any, x: Any, w: Any, out: Any) -> Call:
     """x @ w by a tile, on PyTorch's current stream."""
     import torch
 
-    from detkern.backend import Execution
-    from detkern.contracts import MMA16
-    from detkern.dtypes import BF16
+    from detkern.dispatch.backend import Execution
     from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
     from detkern.triton import geometry, launch
     from detkern.triton.device import describe
+    from detkern.vocabulary.contracts import MMA16
+    from detkern.vocabulary.dtypes import BF16
 
     device = Device("cuda", 0)
     views = [TensorView(t.data_ptr(), tuple(t.shape), t.stride(), BF16, device) for t in (x, w, out)]
@@ -157,7 +157,7 @@ def tile_rows() -> list[dict[str, Any]]:
 
 def _no_triton() -> str | None:
     """Why the Triton backend cannot run on the device, or None."""
-    from detkern import registry
+    from detkern.dispatch import registry
     from detkern.tensors import Device
 
     return registry.load("triton").unavailable(Device("cuda", 0))

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from detkern.contracts import CONTRACTS
+from detkern.vocabulary.contracts import CONTRACTS
 
 from . import records, shapes, timing
 from .forced import forced_call, tiles_of

@@ -1,10 +1,10 @@
 """Deterministic, batch-invariant matrix multiplication: every bit of a result is fixed by a written contract."""
 
 from . import config, rows
-from .ahead import preload
 from .api import Explanation, bias_gradient, explain, gemm, gemm_da, gemm_db, linear
 from .compat.det_gemm import get_op, list_ops
 from .compat.engine import Engine
+from .dispatch.ahead import preload
 from .errors import (
     ArgumentError,
     BackendUnavailable,

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from . import registry
-from .call import Call, rehearse
-from .contracts import get_contract
-from .dtypes import DType
+from .dispatch import registry
+from .dispatch.call import Call, rehearse
+from .dispatch.plan import Planned
 from .errors import ArgumentError
 from .operations.bias_gradient.checks import plan_column_sum
 from .operations.block_scaled.checks import plan_block_scaled
 from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
-from .plan import Planned
 from .tensors import dtype_argument
+from .vocabulary.contracts import get_contract
+from .vocabulary.dtypes import DType
 
 __all__ = ["Explanation", "bias_gradient", "block_scaled_gemm", "explain", "gemm", "gemm_da", "gemm_db", "linear"]
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from .contracts import Contract, get_contract
-from .dtypes import DTYPES, DType, by_name
 from .errors import ArgumentError, DetkernError
+from .vocabulary.contracts import Contract, get_contract
+from .vocabulary.dtypes import DTYPES, DType, by_name
 
 __all__ = ["cache_dir", "check_environment", "configured_contract", "contract", "dependent_launch", "num_threads"]
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from . import registry
-from .call import Call
+from .dispatch import registry
+from .dispatch.call import Call
 from .errors import ArgumentError
 from .operations.rows.checks import plan_rows
 from .operations.rows.problem import RowKind

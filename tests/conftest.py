@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.contracts import Contract
 from detkern.cpu import backend
-from detkern.dtypes import F32, DType, from_numpy
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.contracts import Contract
+from detkern.vocabulary.dtypes import F32, DType, from_numpy
 
 
 @cache

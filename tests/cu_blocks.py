@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from detkern.abi import mirror
-from detkern.backend import Execution
 from detkern.cu.device import CudaDevice
+from detkern.dispatch.backend import Execution
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 1)

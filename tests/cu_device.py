@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.backend import Execution
-from detkern.contracts import CONTRACTS, MMA8, Contract
 from detkern.cu import ahead, column_sum, geometry, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
-from detkern.dtypes import BF16, E4M3, DType, from_numpy
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import CONTRACTS, MMA8, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, DType, from_numpy
 
 DEVICE = Device("cuda", 0)
 
@@ -229,7 +229,7 @@ def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
     result = []
     for tile in tiles:
         macros = dict(tile.macros)
-        sizes = ("GROUP_M", "IN_TURN", "SHARES", "STRIDED_OUT", "SWAPPED", "WARPS_M", "GROUPS_M", "GROUPS_N")
+        sizes = ("GROUP_M", "IN_TURN", "SHARES", "STRIDED_OUT", "F32_OUT", "SWAPPED", "WARPS_M", "GROUPS_M", "GROUPS_N")
         kind = (tile.table, *map(macros.get, sizes), min(tile["TILE_M"], 64), tile["TILE_N"] % 64 == 0, tile.fills)
         if not tile.by_tma or kind not in seen:
             result.append(tile)

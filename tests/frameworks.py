@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern import operands
-from detkern.dtypes import DType, from_numpy
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import DType, from_numpy
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern.torch as dt
-from detkern.dtypes import F32
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.dtypes import F32
 
 
 class Doubles(torch.nn.Module):

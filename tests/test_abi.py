@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from detkern import abi, config, sealed
+from detkern import abi, config
 from detkern.abi import build as build_module
 from detkern.abi import mirror
 from detkern.abi.build import Recipe, build, cache_folder, find_compiler
 from detkern.abi.library import Library
-from detkern.contracts import CONTRACTS
 from detkern.cpu import compiled
-from detkern.dtypes import DTYPES
 from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DeviceError
+from detkern.files import sealed
 from detkern.operations.rows.problem import RowKind
 from detkern.operations.table import OPERATIONS
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import DTYPES
 
 HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {

@@ -13,14 +13,15 @@ from frameworks import same
 from test_abi import HEADER
 
 import detkern
-from detkern import operands, plan
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.library import Library
-from detkern.dtypes import F16, F32
+from detkern.dispatch import plan
 from detkern.errors import ArgumentError, ContractUnsupported
 from detkern.npu import musa
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import F16, F32
 
 BIAS, ROWS = 3, 4
 DC = operands.generate("normal", F32, (33, 7), 1)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import detkern
-from detkern import ahead, registry
-from detkern.contracts import FMA, MMA16, TREE_MMA16
-from detkern.dtypes import BF16, F16, F32
+from detkern.dispatch import ahead, registry
 from detkern.errors import ArgumentError, BackendUnavailable, BuildError, ContractUnsupported, DTypeError
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import FMA, MMA16, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32
 
 
 def test_the_cpus_library_is_loaded() -> None:

@@ -11,13 +11,14 @@ import pytest
 from frameworks import FRAMEWORKS, OnlyDLPack, bits, framework, same
 
 import detkern
-from detkern import config, operands
+from detkern import config
 from detkern.api import block_scaled_gemm
-from detkern.contracts import CONTRACTS, get_contract
-from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
+from detkern.dispatch.plan_cache import PlanCache
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
-from detkern.plan_cache import PlanCache
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, get_contract
+from detkern.vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 
 NAMES = tuple(FRAMEWORKS)
 OPERANDS = (F32, F16, BF16)
@@ -177,7 +178,7 @@ def test_k_zero_accumulates_nothing() -> None:
 
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has everything that would prepare or run a product on the CPU fail."""
-    from detkern import plan, registry
+    from detkern.dispatch import plan, registry
     from detkern.operations.gemm.problem import GemmProblem
 
     def launched(*_: object) -> None:
@@ -400,7 +401,7 @@ def test_eight_threads_at_once() -> None:
 
 
 def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern import plan
+    from detkern.dispatch import plan
     from detkern.operations.gemm import checks
 
     plan.forget_plans()
@@ -436,7 +437,7 @@ def test_plans_are_kept_and_depend_on_no_data(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_varying_sizes_drive_out_no_plan_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern import plan, registry
+    from detkern.dispatch import plan, registry
     from detkern.operations.gemm import checks
 
     monkeypatch.setattr(checks, "plans", PlanCache(8))
@@ -453,7 +454,7 @@ def test_varying_sizes_drive_out_no_plan_that_is_in_use(monkeypatch: pytest.Monk
 
 
 def test_explain_of_every_operation_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from detkern import plan, registry
+    from detkern.dispatch import plan, registry
     from detkern.operations.table import OPERATIONS
 
     def launched(*_: object) -> None:

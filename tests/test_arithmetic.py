@@ -13,10 +13,10 @@ from oracles.cases import CASES, Case, cases
 from oracles.tensor_core import step_chain
 from oracles.tree import tree
 
-from detkern.arithmetic.tensor_core import tensor_core_step
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType
-from detkern.operands import KINDS, generate
+from detkern.vocabulary.arithmetic.tensor_core import tensor_core_step
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType
+from detkern.vocabulary.operands import KINDS, generate
 
 CHAINS = [(MMA16, F16), (MMA16, BF16), (MMA8, F16), (MMA8, BF16)]
 FP8_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]

@@ -12,10 +12,10 @@ from test_abi import HEADER, STUB
 from detkern import config
 from detkern.abi.build import Recipe, find_compiler
 from detkern.cli.main import main
-from detkern.contracts import MMA8, MMA16
 from detkern.cpu import compiled as cpu_compiled
 from detkern.cu import ahead, column_sum, device, loader, rows
 from detkern.cu.backend import offered
+from detkern.vocabulary.contracts import MMA8, MMA16
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 

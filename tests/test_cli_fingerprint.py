@@ -15,10 +15,10 @@ from detkern.cli.fingerprint import fingerprint_of
 from detkern.cli.main import main
 from detkern.cli.subject import Subject, find
 from detkern.cli.subjects import find_all
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import by_name
 from detkern.operations.operation import Sample, replayed
 from detkern.tensors import Device
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import by_name
 
 # A line changes only together with the version of the fingerprint or of the operands: a contract's bits never do.
 RECORDED = """\

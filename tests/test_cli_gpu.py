@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from detkern.cli.devices import devices, fetch, place
 from detkern.cli.main import main
 from detkern.cli.properties import LAYOUTS
-from detkern.dtypes import DTYPES, DType
-from detkern.operands import generate
 from detkern.tensors import Device
+from detkern.vocabulary.dtypes import DTYPES, DType
+from detkern.vocabulary.operands import generate
 
 pytestmark = pytest.mark.gpu
 

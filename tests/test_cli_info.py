@@ -15,11 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 import detkern
-from detkern import config, registry
+from detkern import config
 from detkern.cli.main import main
-from detkern.contracts import CONTRACTS
 from detkern.cpu.backend import CpuBackend
+from detkern.dispatch import registry
 from detkern.tensors import Device
+from detkern.vocabulary.contracts import CONTRACTS
 
 
 def gathered() -> dict[str, Any]:

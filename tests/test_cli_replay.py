@@ -19,10 +19,10 @@ from safetensors.numpy import save_file
 import detkern
 from detkern.api import block_scaled_gemm
 from detkern.cli.main import main
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import BF16, E4M3, E5M2, F32
-from detkern.operands import generate
 from detkern.operations.table import OPERATIONS
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import BF16, E4M3, E5M2, F32
+from detkern.vocabulary.operands import generate
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from detkern import registry, requirements
-from detkern.backend import Run
 from detkern.cli import references, results
 from detkern.cli.main import main
 from detkern.cli.properties import QUICK
 from detkern.cli.references import PROPERTIES, error_bound, finish
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE
 from detkern.cpu.backend import CpuBackend
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch import registry, requirements
+from detkern.dispatch.backend import Run
+from detkern.dispatch.plan import forget_plans
 from detkern.operations.bias_gradient.problem import ColumnSumProblem
 from detkern.operations.gemm.problem import GemmProblem
 from detkern.operations.table import OPERATIONS
-from detkern.plan import forget_plans
 from detkern.tensors import Device
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 M, N, K = QUICK.m, QUICK.n, QUICK.k
 

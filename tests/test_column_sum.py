@@ -20,12 +20,12 @@ from detkern.abi import mirror
 from detkern.abi.descriptors import column_sum_descriptors
 from detkern.abi.library import Library
 from detkern.cpu import backend
-from detkern.dtypes import BF16, F16, F32, DType
-from detkern.operands import KINDS, generate
 from detkern.operations.bias_gradient.checks import plan_column_sum
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary.operands import KINDS, generate
 
 DTYPES = (F32, F16, BF16)
 CPU = Device("cpu")
@@ -201,7 +201,7 @@ def test_rows_may_be_cut_anywhere(data: st.DataObject, dtype: DType, kind: str) 
 
 
 def test_a_call_without_rows_leaves_no_plan_for_those_with_rows() -> None:
-    from detkern import plan
+    from detkern.dispatch import plan
 
     dc = generate("normal", F32, (5, 3), 1)
     expected = replayed_column_sum(dc)

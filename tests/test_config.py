@@ -13,7 +13,7 @@ import pytest
 import detkern
 from detkern import config
 from detkern.config import configured_contract
-from detkern.dtypes import BF16, F16, F32
+from detkern.vocabulary.dtypes import BF16, F16, F32
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from importlib import resources
 import pytest
 
 from detkern import config
-from detkern.contracts import (
+from detkern.errors import ArgumentError, ContractUnsupported
+from detkern.vocabulary.contracts import (
     CONTRACTS,
     FMA,
     FP8_BLOCK128,
@@ -23,8 +24,7 @@ from detkern.contracts import (
     default_contract,
     get_contract,
 )
-from detkern.dtypes import BF16, DTYPES, E4M3, E5M2, F16, F32
-from detkern.errors import ArgumentError, ContractUnsupported
+from detkern.vocabulary.dtypes import BF16, DTYPES, E4M3, E5M2, F16, F32
 
 
 def header_enum(name: str) -> dict[str, int]:

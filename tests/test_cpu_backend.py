@@ -14,16 +14,14 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern import config, operands, plan
+from detkern import config
 from detkern.abi import mirror
 from detkern.abi.build import find_compiler
 from detkern.abi.descriptors import gemm_descriptors
 from detkern.abi.library import Library
-from detkern.arithmetic.tensor_core import tensor_core_step
-from detkern.backend import Execution
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract, TensorCoreStep
 from detkern.cpu import backend, compiled
-from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
+from detkern.dispatch import plan
+from detkern.dispatch.backend import Execution
 from detkern.errors import ArgumentError, ContractUnsupported, DeviceError
 from detkern.operations.block_scaled.problem import BlockScaledProblem, block_scaled_problem
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
@@ -31,6 +29,20 @@ from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.table import OPERATIONS
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.arithmetic.tensor_core import tensor_core_step
+from detkern.vocabulary.contracts import (
+    CONTRACTS,
+    FMA,
+    FP8_BLOCK128,
+    MMA8,
+    MMA16,
+    TREE,
+    TREE_MMA16,
+    Contract,
+    TensorCoreStep,
+)
+from detkern.vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 
 CPU = Device("cpu")
 SIZES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 100, 257, 4100)

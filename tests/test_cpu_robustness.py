@@ -21,14 +21,16 @@ import pytest
 from test_abi import HEADER, STUB
 from test_cpu_backend import PAIRS, block_scaled, differing, gemm
 
-from detkern import config, operands, sealed
+from detkern import config
 from detkern.abi.build import Recipe, build, find_compiler
 from detkern.abi.library import Library
-from detkern.arithmetic.float_environment import default_float_environment
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
 from detkern.cpu import backend, compiled, threads
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.files import sealed
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary import operands
+from detkern.vocabulary.arithmetic.float_environment import default_float_environment
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 TESTS = Path(__file__).parent
 SOURCES = Path(compiled.__file__).parent
@@ -397,7 +399,7 @@ import resource, sys
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 from detkern import config
-from detkern.contracts import CONTRACTS
+from detkern.vocabulary.contracts import CONTRACTS
 from detkern.errors import DeviceError
 from test_cpu_robustness import BF16, gemm, operand_pair, differing
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern import config, operands, registry, selfcheck
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern import config
 from detkern.cu import backend as cuda
 from detkern.cu import device as cuda_device
 from detkern.cu import gemm as cuda_gemm
 from detkern.cu import implementation, loader
 from detkern.cu.device import CudaDevice
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch import registry, selfcheck
 from detkern.errors import DeviceError
 from detkern.operations.gemm import operation as cases
 from detkern.operations.gemm import replay as numpy_replay
@@ -27,6 +26,9 @@ from detkern.operations.gemm.operation import GEMM
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.operation import Sample
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 DEVICE = Device("cuda", 0)
 

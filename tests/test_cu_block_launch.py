@@ -11,13 +11,13 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cupy.cuda import driver, runtime
 
-from detkern.backend import Execution
 from detkern.cu.block_launch import BlockPlan, BlockRun, launch
-from detkern.dtypes import F32
+from detkern.dispatch.backend import Execution
 from detkern.errors import BuildError
 from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.operations.problem import Operands
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.dtypes import F32
 
 
 @pytest.fixture

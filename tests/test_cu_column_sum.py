@@ -16,18 +16,20 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 import cu_blocks
 
 import detkern.cu
-from detkern import config, operands, selfcheck
+from detkern import config
 from detkern.cu import column_sum, implementation
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Load
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch import selfcheck
 from detkern.errors import DeviceError
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
 from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.operations.operation import Sample, replayed
 from detkern.tensors import TensorView, contiguous_strides
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
 DEVICE = cu_blocks.DEVICE

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from detkern.contracts import MMA16, TREE_MMA16
 from detkern.cu.geometry import (
     SHARED_A,
     SHARED_B,
@@ -24,10 +23,11 @@ from detkern.cu.geometry import (
     tiles_for,
 )
 from detkern.cu.tensor_map import MapShape
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.matrix import Matrix
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 ATOM = 64  # elements of a row of a box
 UNTOUCHED, ZERO = -7, -1  # instead of the address of an element
@@ -232,8 +232,8 @@ def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> N
     rng = random.Random(str(tile))
     checked = 0
     for loads in sorted(tile.loads):
-        for _ in range(25):
-            problem = _problem(tile, loads, rng.choice((BF16, F16, F32)), rng)
+        for _ in range(40):
+            problem = _problem(tile, loads, F32 if tile.f32_out else rng.choice((BF16, F16, F32)), rng)
             paths = load_paths(problem)  # of a single row, column or k another one may be the fastest
             if not takes(problem, tile, paths):
                 continue

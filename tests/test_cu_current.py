@@ -11,10 +11,10 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from detkern.cu import current
 from detkern.cu.current import on_device
 from detkern.cu.extended_launch import LaunchFailure
-from detkern.dtypes import F32
 from detkern.errors import BuildError, DeviceError
 from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.dtypes import F32
 
 
 class Fault(Exception):

@@ -12,16 +12,16 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from detkern import config
-from detkern.backend import Execution
-from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu import current, extended_launch, geometry, launch
 from detkern.cu.device import CudaDevice
 from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
 from detkern.cu.geometry import Launch, Load, Tile
-from detkern.dtypes import BF16, E4M3, F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, F32, DType
 
 DEVICE = Device("cuda", 1)
 BOTH = (Load.K_MAJOR, Load.K_MAJOR)

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detkern import operands
-from detkern.contracts import FMA
 from detkern.cu import geometry
 from detkern.cu.geometry import Load, Tile, launch_for, load_paths
-from detkern.dtypes import BF16, F16, F32, DType, from_numpy
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 if shutil.which("g++") is None:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
 from detkern.cu.geometry import (
     SHARED_A,
@@ -23,10 +22,11 @@ from detkern.cu.geometry import (
     takes,
     tiles_for,
 )
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 DEVICE = Device("cuda", 0)
 HOPPER = (9, 0)
@@ -324,22 +324,38 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
         # A swapped tile's rows are columns of the output, whose lines are of 16 bytes.
         by = 8 if tile.swapped else 1
         for m in (by, tile["TILE_M"] - by, tile["TILE_M"], tile["TILE_M"] + by, 1000):
-            problem = _laid_out(MMA16, *((512, m) if tile.swapped else (m, 512)), 512, both)
+            sizes = (512, m) if tile.swapped else (m, 512)
+            problem = _laid_out(MMA16, *sizes, 512, both, out_dtype=F32 if tile.f32_out else BF16)
             expected = both in tile.loads and (not tile.shares or m >= tile["TILE_M"])
             assert takes(problem, tile, both) == expected
             assert (tile in candidates(problem, HOPPER, load_paths(problem))) == expected
 
 
-def test_a_tile_without_strided_outputs_takes_those_that_it_can_write() -> None:
-    boxed = [tile for tile in _by_tma() if not tile["STRIDED_OUT"]]
-    assert {tile.swapped for tile in boxed} == {False, True}
-    for tile in boxed:
-        loads = min(tile.loads)
-        assert takes(_laid_out(MMA16, 300, 512, 512, loads), tile, loads)
-        assert takes(_laid_out(MMA16, 300, 512, 512, loads, out_dtype=F16), tile, loads)
-        assert takes(_laid_out(MMA16, 300, 512, 512, loads, out_dtype=F32), tile, loads) == (not tile.swapped)
-        assert not takes(_laid_out(MMA16, 300, 511, 512, loads), tile, loads)
-        assert not takes(_laid_out(MMA16, 300, 511, 512, loads, out_dtype=F32), tile, loads)
+def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
+    """Pairs of binary32 go to kernels of their own, and what has no tensor map to those for strided outputs."""
+    tiles = [tile for tile in _by_tma() if tile.table == "mma_wgmma"]
+    assert {(tile.swapped, tile.f32_out, bool(tile["STRIDED_OUT"])) for tile in tiles} == {
+        (False, False, False), (False, False, True), (False, True, False), (True, False, False)
+    }  # fmt: skip
+    operand = _view((512, 512), (512, 1), BF16, 256)
+    bias = _view((512,), (1,), F32, 256)
+    outs = [
+        ((_view((512, 512), (512, 1), BF16, 256), None), "mapped"),
+        ((_view((512, 512), (512, 1), F16, 256), bias), "mapped"),
+        ((_view((512, 512), (513, 1), BF16, 256), None), "any"),
+        ((_view((512, 512), (512, 1), F32, 256), None), "pairs"),
+        ((_view((512, 512), (514, 1), F32, 264), None), "pairs"),
+        ((_view((512, 512), (512, 1), F32, 256), bias), "any"),
+        ((_view((512, 512), (513, 1), F32, 256), None), "any"),  # the line
+        ((_view((512, 512), (512, 1), F32, 260), None), "any"),  # the address
+        ((_view((512, 512), (1, 512), F32, 256), None), "any"),
+    ]  # fmt: skip
+    for (out, added), kind in outs:
+        problem = gemm_problem(MMA16, operand, operand, out, added, False)
+        loads = load_paths(problem)
+        for tile in tiles:
+            writes = tile.f32_out if kind == "pairs" else not tile.f32_out and (kind == "mapped" or tile["STRIDED_OUT"])
+            assert takes(problem, tile, loads) == (bool(writes) and loads in tile.loads), (str(tile), kind)
 
 
 def test_a_swapped_tile_takes_no_fewer_tokens_than_its_columns() -> None:
@@ -369,7 +385,7 @@ def test_a_swapped_tile_has_the_transposed_problem() -> None:
 def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
     for tile in _by_tma():
         for loads in itertools.product(Load, Load):
-            problem = _laid_out(MMA16, 512, 512, 512, loads)
+            problem = _laid_out(MMA16, 512, 512, 512, loads, out_dtype=F32 if tile.f32_out else BF16)
             assert load_paths(problem) == loads
             assert takes(problem, tile, loads) == (loads in tile.loads)
 

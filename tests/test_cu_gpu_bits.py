@@ -10,10 +10,10 @@ import pytest
 from cu_device import DEVICE, MODES, PAIR_IDS, PAIRS, Placed, differing, output, replay, run, vector
 
 import detkern
-from detkern import operands
-from detkern.contracts import MMA8, Contract
 from detkern.cu.device import describe
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import MMA8, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

@@ -12,15 +12,16 @@ import pytest
 from cu_device import DEVICE, MODES, Placed, allocate, differing, poison
 
 import detkern
-from detkern import operands, selfcheck
-from detkern.backend import Execution
 from detkern.cu import column_sum, implementation
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import selfcheck
+from detkern.dispatch.backend import Execution
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

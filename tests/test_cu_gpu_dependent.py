@@ -12,11 +12,11 @@ import pytest
 from cu_device import DEVICE, bfloat16_view
 
 from detkern import config
-from detkern.backend import Execution
-from detkern.contracts import MMA16, TREE_MMA16, Contract
-from detkern.dtypes import E4M3, F32
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import E4M3, F32
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,13 @@ import pytest
 from cu_device import replay
 
 import detkern
-from detkern import operands, registry, selfcheck
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import implementation
 from detkern.cu.device import describe
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import registry, selfcheck
 from detkern.operations.gemm.operation import GEMM
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

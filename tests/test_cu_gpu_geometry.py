@@ -24,13 +24,13 @@ from cu_device import (
     tiles_here,
 )
 
-from detkern import operands
-from detkern.backend import Execution
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu.geometry import Load
-from detkern.dtypes import BF16, F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

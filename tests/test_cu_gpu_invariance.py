@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, allocate, bfloat16_view, differing, random_bfloat16, replay, run
 
-from detkern import operands
-from detkern.backend import Execution
-from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu import geometry
 from detkern.cu.device import describe
-from detkern.dtypes import BF16
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16
 
 pytestmark = pytest.mark.gpu
 

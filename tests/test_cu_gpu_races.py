@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, allocate, differing, output
 
-from detkern import operands
-from detkern.backend import Execution
-from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu import ahead, geometry
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild, supported_architectures, target
-from detkern.dtypes import BF16, F16, DType
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, DType
 
 pytestmark = pytest.mark.gpu
 

@@ -13,16 +13,17 @@ import pytest
 from cu_device import DEVICE, Placed, allocate, differing, poison
 
 import detkern
-from detkern import operands, selfcheck
-from detkern.backend import Execution
 from detkern.cpu import backend as cpu_backend
 from detkern.cu import implementation, rows
 from detkern.cu.device import describe
 from detkern.cu.rows import RowLoad, RowTile
-from detkern.dtypes import BF16, F16, F32, DType, from_numpy
+from detkern.dispatch import selfcheck
+from detkern.dispatch.backend import Execution
 from detkern.operations.rows.operation import ROWS
 from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 
 pytestmark = pytest.mark.gpu
 

@@ -27,17 +27,17 @@ from cu_device import (
 )
 
 import detkern
-from detkern import operands
-from detkern.backend import Execution
-from detkern.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import column_sum, rows
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 

@@ -11,10 +11,11 @@ import pytest
 from cu_device import PAIR_IDS, PAIRS, Placed, differing, output, replay, run
 
 import detkern
-from detkern import operands, plan
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
 from detkern.cu import loader
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import plan
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, batched, differing, output, replay, run, tiles_here, vector
 
-from detkern import operands
-from detkern.contracts import MMA16, TREE_MMA16, Contract
 from detkern.cu.geometry import Load, Tile, load_paths
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

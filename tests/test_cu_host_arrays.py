@@ -11,17 +11,17 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from detkern import operands
 from detkern.cu.device import CudaDevice
 from detkern.cu.host_arrays import placing
 from detkern.cu.implementation import computed
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import ArgumentError
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.operation import Operation, Sample, replayed
 from detkern.operations.rows.operation import ROWS
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 DEVICE = CudaDevice(1, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
 

@@ -15,16 +15,16 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import detkern.cu
-from detkern.backend import Execution
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16
 from detkern.cu import current, launch
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 HEADER = Path(detkern.cu.__file__).parent / "params.cuh"
 DEVICE = Device("cuda", 1)
@@ -101,27 +101,6 @@ def test_a_kernel_is_told_what_its_maps_give() -> None:
         block = bytes(40) + launch.pack_params(problem, maps)
         found = [struct.unpack_from(fields[name][1], block, fields[name][0]) for name in ("out_path", "whole_boxes")]
         assert found == [(value,) for value in expected]
-
-
-def test_binary32_outputs_go_by_pairs_where_their_rows_do() -> None:
-    offset, form = _fields()["out_path"]
-    operand = _view((64, 64), (64, 1), BF16, 256)
-    shape = MapShape(BF16, (64, 64, 1), (128, 128), 64)
-    bias = _view((64,), (1,), F32, 0)
-    for out, added, expected in (
-        (_view((64, 64), (64, 1), F32, 256), None, 2),
-        (_view((64, 64), (66, 1), F32, 264), None, 2),
-        (_view((64, 64), (64, 1), F32, 256), bias, 0),
-        (_view((64, 64), (65, 1), F32, 256), None, 0),  # the line
-        (_view((64, 64), (64, 1), F32, 260), None, 0),  # the address
-        (_view((64, 64), (1, 64), F32, 256), None, 0),
-        (_view((64, 64), (64, 1), F16, 256), None, 0),
-    ):
-        problem = gemm_problem(MMA16, operand, operand, out, added, False)
-        block = bytes(40) + launch.pack_params(problem, Maps(shape, shape, None))
-        assert struct.unpack_from(form, block, offset) == (expected,)
-        block = bytes(40) + launch.pack_params(problem)
-        assert struct.unpack_from(form, block, offset) == (0,), "general kernels have one way"
 
 
 class Driver:

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from detkern import config, sealed
+from detkern import config
 from detkern.cu import ahead, loader
 from detkern.cu.loader import KernelBuild
 from detkern.errors import BuildError, DeviceError
+from detkern.files import sealed
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -203,9 +204,9 @@ def test_kernels_are_compiled_ahead_by_several_processes(monkeypatch: pytest.Mon
     """With the package's own sources, since the processes begin afresh: the smallest kernel, twice in different types."""
     monkeypatch.setenv("DETKERN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(config, "cache_dir", tmp_path)
-    from detkern.contracts import FMA
     from detkern.cu.geometry import Load, build_for, tiles_for
-    from detkern.dtypes import F32
+    from detkern.vocabulary.contracts import FMA
+    from detkern.vocabulary.dtypes import F32
 
     wanted = build_for(FMA, F32, tiles_for(FMA, F32)[-1], Load.MN_MAJOR, Load.MN_MAJOR)
     assert [build for build, _ in ahead.compile_ahead([wanted], "sm_80", 1)] == [wanted]

@@ -18,18 +18,19 @@ import cu_blocks
 
 import detkern.cpu
 import detkern.cu
-from detkern import config, selfcheck
+from detkern import config
 from detkern.cu import implementation, rows
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.rows import RowLoad, RowTile
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import selfcheck
 from detkern.errors import DeviceError
 from detkern.operations.operation import Sample, replayed
 from detkern.operations.rows import replay as numpy_rows
 from detkern.operations.rows.operation import ROWS
 from detkern.operations.rows.problem import RowKind, RowProblem, row_problem
 from detkern.tensors import TensorView, contiguous_strides
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 FOLDER = Path(detkern.cu.__file__).parent
 KERNEL = FOLDER / rows.SOURCE

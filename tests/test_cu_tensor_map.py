@@ -9,13 +9,13 @@ from dataclasses import replace
 import cu_driver
 import pytest
 
-from detkern.contracts import FMA, MMA16
 from detkern.cu import tensor_map
 from detkern.cu.tensor_map import MapShape, map_shapes, output_map_shape
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import FMA, MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 DEVICE = Device("cuda", 0)
 ROWS = (True, False)  # a's lines along k, b's along n: both row-major

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from detkern.contracts import MMA16
 from detkern.cu import geometry, time_model
 from detkern.cu.time_model import OWN, SHARED, Numbers, Product, TileShapes, prepare, times_us
-from detkern.dtypes import BF16
+from detkern.vocabulary.contracts import MMA16
+from detkern.vocabulary.dtypes import BF16
 
 KK = (True, True)
 TABLE = [tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from detkern.contracts import get_contract
 from detkern.cu import geometry, tuned
 from detkern.cu.geometry import Load
-from detkern.dtypes import BF16, F16
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import get_contract
+from detkern.vocabulary.dtypes import BF16, F16
 
 CONTENT = {
     "gpu": "a GPU",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from detkern.backend import Implementation
+from detkern.dispatch.backend import Implementation
 from detkern.operations.table import OPERATIONS
 
 ROOT = Path(__file__).parents[1]

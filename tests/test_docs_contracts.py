@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from detkern.contracts import CONTRACTS, MMA8, MMA16, default_contract
-from detkern.dtypes import BF16, E4M3, F16, F32
+from detkern.vocabulary.contracts import CONTRACTS, MMA8, MMA16, default_contract
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32
 
 PAGE = Path(__file__).parents[1] / "docs" / "contracts.md"
 

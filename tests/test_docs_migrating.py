@@ -7,8 +7,9 @@ from pathlib import Path
 
 import detkern
 import detkern.torch
-from detkern import contracts, registry
+from detkern.dispatch import registry
 from detkern.errors import DetkernError
+from detkern.vocabulary import contracts
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern import operands, plan, registry
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import plan, registry
 from detkern.errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
 from detkern.tensors import Device
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 M, K, N = 19, 33, 10
 

@@ -12,10 +12,10 @@ import pytest
 from golden.record import FOLDER, Case, cases, host_operands, operation_digests, operation_samples
 
 import detkern
-from detkern import operands
-from detkern.contracts import CONTRACTS
 from detkern.operations.operation import replayed
 from detkern.operations.table import OPERATIONS
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS
 
 RECORDS = sorted(FOLDER.glob("*.json"))
 

@@ -7,11 +7,12 @@ import pytest
 from frameworks import FRAMEWORKS, framework, same
 
 import detkern
-from detkern import operands, registry
-from detkern.dtypes import BF16, F16, F32, DType
-from detkern.native import BACKEND
+from detkern.dispatch import registry
+from detkern.dispatch.native import BACKEND
 from detkern.operations.gemm.operation import GEMM
 from detkern.tensors import Device
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 
 def frameworks_matmul(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:

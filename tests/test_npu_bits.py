@@ -15,11 +15,13 @@ from frameworks import same
 from oracles.cases import cases
 
 import detkern
-from detkern import npu, operands, registry
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern import npu
+from detkern.dispatch import registry
 from detkern.npu import ascend, musa
 from detkern.operations.gemm.operation import GEMM
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 FMA, TREE = "fma", "tree"
 SUBJECTS = [

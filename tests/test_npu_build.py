@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import detkern
-from detkern import config, sealed
+from detkern import config
 from detkern.cli.main import main
+from detkern.files import sealed
 from detkern.npu import toolchain as module
 from detkern.npu.libraries import built_library
 from detkern.npu.toolchain import ASCEND, MUSA, Compiler, Toolchain, build_library, find_compiler, refusal

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from emulated import library_path
 from frameworks import same
 
-from detkern import operands
 from detkern.cli import devices
 from detkern.cli.main import main
-from detkern.dtypes import BF16, F16, F32
 from detkern.npu import ascend, musa
 from detkern.tensors import Device
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32
 
 BACKENDS = (musa.BACKEND, ascend.BACKEND)
 

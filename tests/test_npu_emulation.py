@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from emulated import EMULATION, NPU, nvcc, recipe
 
-from detkern import operands
 from detkern.abi.build import Recipe, build
-from detkern.dtypes import BF16, F32
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F32
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import pytest
 from emulated import library_for_cuda, nvcc
 
 import detkern
-from detkern import operands
 from detkern.abi import mirror
 from detkern.abi.descriptors import column_sum_descriptors, gemm_descriptors
 from detkern.abi.library import Library
-from detkern.contracts import CONTRACTS, Contract
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,12 @@ from frameworks import from_torch, same, to_torch
 from test_abi import compile_library
 
 import detkern
-from detkern import config, operands, plan, registry, sealed, selfcheck
+from detkern import config
 from detkern.abi import mirror
 from detkern.abi.library import Library
-from detkern.contracts import CONTRACTS, Contract
 from detkern.cpu import backend as cpu
-from detkern.dtypes import BF16, F16, F32
+from detkern.dispatch import plan, registry, selfcheck
+from detkern.files import sealed
 from detkern.npu import ascend, host_arrays, musa
 from detkern.npu.libraries import built_library, find_library
 from detkern.operations.gemm import operation as cases
@@ -32,6 +32,9 @@ from detkern.operations.gemm.operation import GEMM
 from detkern.operations.operation import Sample
 from detkern.tensors import Device, lookup
 from detkern.tensors import torch as torch_module
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32
 
 CPU = Device("cpu")
 PLATFORMS = pytest.mark.parametrize("backend", [musa.BACKEND, ascend.BACKEND], ids=lambda backend: backend.name)

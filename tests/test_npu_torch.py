@@ -11,7 +11,7 @@ from frameworks import same_bits, tensor
 
 import detkern
 from detkern.abi.library import Library
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

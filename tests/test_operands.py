@@ -7,10 +7,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from detkern import operands
-from detkern.dtypes import BF16, DTYPES, E4M3, E5M2, F16, F32
 from detkern.errors import ArgumentError
-from detkern.operands import KINDS, digest, generate
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, DTYPES, E4M3, E5M2, F16, F32
+from detkern.vocabulary.operands import KINDS, digest, generate
 
 # SHA-256 over the digests of all types, shape (37, 29), seed 20251. They never change under VERSION = 1.
 STREAMS = {

@@ -15,14 +15,14 @@ from oracles.cases import Case, cases
 from oracles.tensor_core import step_chain
 from oracles.tree import tree
 
-from detkern.arithmetic import binary32 as numpy_arithmetic
-from detkern.arithmetic import tensor_core as numpy_step
-from detkern.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, Contract
-from detkern.dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from detkern.errors import ArgumentError, ContractUnsupported, ShapeError
-from detkern.operands import KINDS, generate
 from detkern.operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.arithmetic import binary32 as numpy_arithmetic
+from detkern.vocabulary.arithmetic import tensor_core as numpy_step
+from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA8, MMA16, TREE, Contract
+from detkern.vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType
+from detkern.vocabulary.operands import KINDS, generate
 
 SIDE = 40
 

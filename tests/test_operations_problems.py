@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import E4M3, F16, F32
 from detkern.operations.bias_gradient.problem import ColumnSumProblem, column_sum_problem
 from detkern.operations.block_scaled.problem import block_scaled_problem
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.matrix import Matrix, batch_offsets
 from detkern.tensors import Device, TensorView, contiguous_strides
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import E4M3, F16, F32
 
 FMA = CONTRACTS["fma"]
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import detkern
-from detkern import config, operands, plan, registry
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern import config
+from detkern.dispatch import plan, registry
 from detkern.errors import ArgumentError, BackendUnavailable, ContractUnsupported, DTypeError, ShapeError
 from detkern.operations.gemm.problem import GemmProblem
+from detkern.vocabulary import operands
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 M, K, N = 6, 70, 9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from detkern.plan_cache import PlanCache
+from detkern.dispatch.plan_cache import PlanCache
 
 
 def test_a_plan_is_found_by_an_equal_key() -> None:

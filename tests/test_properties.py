@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detkern
-from detkern import operands
-from detkern.contracts import CONTRACTS, Contract
-from detkern.dtypes import F32, DType
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, Contract
+from detkern.vocabulary.dtypes import F32, DType
 
 COMMON = settings(max_examples=40, deadline=None, derandomize=True, print_blob=True)
 PAIRS = [(c, d) for c in CONTRACTS.values() if c.name != "fp8-block128" for d in c.operands]

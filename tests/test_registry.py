@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern import plan, registry
-from detkern.backend import Run
-from detkern.contracts import CONTRACTS, default_contract
-from detkern.dtypes import BF16, E4M3, F16, F32, DType
+from detkern.dispatch import plan, registry
+from detkern.dispatch.backend import Run
+from detkern.dispatch.registry import Row
 from detkern.operations.bias_gradient.problem import ColumnSumProblem
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
-from detkern.registry import Row
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import CONTRACTS, default_contract
+from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
 CPU, CUDA = Device("cpu"), Device("cuda", 1)
 

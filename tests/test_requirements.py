@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from detkern import registry, requirements
 from detkern.cli import devices
 from detkern.cli.main import main
-from detkern.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, Contract
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import registry, requirements
+from detkern.dispatch.requirements import TABLE, Offer, Row
 from detkern.errors import BackendUnavailable, ContractUnsupported, DeviceError
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.operation import Sample
 from detkern.operations.table import operation_of
-from detkern.requirements import TABLE, Offer, Row
 from detkern.tensors import Device, TensorView
 from detkern.triton import device as triton_device
+from detkern.vocabulary.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
@@ -317,7 +317,8 @@ def computes(made: Any, product: Callable[..., Any]) -> None:
 @pytest.fixture
 def checked(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[Callable[..., Any]], Any]:
     """checked(product): a new backend on the made-up device, whose products `product` computes."""
-    from detkern import config, selfcheck
+    from detkern import config
+    from detkern.dispatch import selfcheck
     from detkern.operations.gemm import operation as cases
     from detkern.triton import backend
 

@@ -24,11 +24,11 @@ from detkern.abi import mirror
 from detkern.abi.descriptors import row_descriptors
 from detkern.abi.library import Library
 from detkern.cpu import backend
-from detkern.dtypes import BF16, F16, F32, DType
-from detkern.operands import KINDS, generate
 from detkern.operations.rows import replay as numpy_rows
 from detkern.operations.rows.problem import RowKind, row_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary.operands import KINDS, generate
 
 DTYPES = (F32, F16, BF16)
 KINDS_OF_ROWS = tuple(RowKind)
@@ -46,7 +46,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def operands(kind: RowKind, values: str, dtype: DType, shape: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    """Operands of a kind: "logits" are those of a softmax, any other name one of detkern.operands."""
+    """Operands of a kind: "logits" are those of a softmax, any other name one of detkern.vocabulary.operands."""
     made = []
     for number in range(kind.operands):
         full = shape[:-1] if kind.spreads and number == 0 else shape

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from detkern.sealed import damage, is_sealed, opened, sealed
+from detkern.files.sealed import damage, is_sealed, opened, sealed
 
 CONTENT = bytes(range(256)) * 3
 
@@ -48,8 +48,6 @@ def test_every_other_state_of_the_file_is_damage(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     # In another process: a fault here hangs.
-    asked = (
-        f"from pathlib import Path; from detkern.sealed import damage; print(damage(Path({str(tmp_path / 'pipe')!r})))"
-    )
+    asked = f"from pathlib import Path; from detkern.files.sealed import damage; print(damage(Path({str(tmp_path / 'pipe')!r})))"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=30, check=True).stdout
     assert said == f"{tmp_path / 'pipe'} is not a regular file\n"

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern import config, operands, selfcheck
-from detkern.contracts import FMA, MMA16
-from detkern.dtypes import BF16, F16, F32, from_numpy
+from detkern import config
+from detkern.dispatch import selfcheck
+from detkern.dispatch.selfcheck import Outcome
 from detkern.errors import ArgumentError, DeviceError
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.operation import Operation, Sample, replayed
 from detkern.operations.rows.problem import RowKind
 from detkern.operations.table import OPERATIONS
-from detkern.selfcheck import Outcome
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import FMA, MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32, from_numpy
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detkern
-from detkern import plan, registry
-from detkern.backend import Execution
 from detkern.cpu.backend import BACKEND as CPU_BACKEND
-from detkern.dtypes import BF16, DTYPES, F32, DType
+from detkern.dispatch import plan, registry
+from detkern.dispatch.backend import Execution
 from detkern.errors import ArgumentError
 from detkern.operations.gemm.problem import GemmProblem
 from detkern.tensors import (
@@ -36,6 +35,7 @@ from detkern.tensors import (
 )
 from detkern.tensors.numpy import CPU, NUMPY, host_memory, ndarray_of
 from detkern.tensors.view import element_strides
+from detkern.vocabulary.dtypes import BF16, DTYPES, F32, DType
 
 
 def view_of(array: Any) -> TensorView:

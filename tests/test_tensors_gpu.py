@@ -12,10 +12,10 @@ import pytest
 from frameworks import from_torch, same, to_torch
 
 import detkern
-from detkern import operands
-from detkern.contracts import get_contract
-from detkern.dtypes import BF16, F16, F32, DType, from_numpy
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import get_contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 
 pytestmark = pytest.mark.gpu
 

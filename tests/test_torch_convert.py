@@ -12,9 +12,9 @@ import pytest
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
-from detkern.contracts import FMA, TREE
-from detkern.dtypes import BF16, F32
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.contracts import FMA, TREE
+from detkern.vocabulary.dtypes import BF16, F32
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from linear_layers import Doubles, converted, follows, linear, operands, plain

@@ -11,10 +11,10 @@ from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
 from detkern import config
-from detkern.contracts import CONTRACTS, FMA, MMA16, TREE, TREE_MMA16, Contract
-from detkern.dtypes import BF16, F16, F32, DType
 from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.contracts import CONTRACTS, FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt

@@ -11,8 +11,8 @@ import pytest
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
-from detkern.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt

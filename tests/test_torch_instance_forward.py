@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from detkern.contracts import FMA
+from detkern.vocabulary.contracts import FMA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from linear_layers import converted, follows, linear, operands, plain

@@ -13,9 +13,9 @@ import pytest
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
-from detkern.contracts import TREE
-from detkern.dtypes import BF16, F32
 from detkern.operations.gemm import replay as numpy_replay
+from detkern.vocabulary.contracts import TREE
+from detkern.vocabulary.dtypes import BF16, F32
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt

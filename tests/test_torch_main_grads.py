@@ -12,8 +12,8 @@ import pytest
 from frameworks import same_bits, tensor
 
 import detkern
-from detkern.dtypes import BF16, F32
 from detkern.errors import ArgumentError
+from detkern.vocabulary.dtypes import BF16, F32
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import detkern.torch as dt

@@ -386,7 +386,7 @@ def test_a_call_that_no_handler_takes_is_not_let_pass_in_silence(monkeypatch: py
 
 def test_a_device_without_row_operations_keeps_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """MUSA, Ascend and ROCm have products alone."""
-    monkeypatch.setattr("detkern.registry.kinds_of", lambda operation: frozenset())
+    monkeypatch.setattr("detkern.dispatch.registry.kinds_of", lambda operation: frozenset())
     monkeypatch.setattr("detkern.torch.mode.mode._said", set())
     weight = torch.ones(9, 1, requires_grad=True)
     calls = (

@@ -12,7 +12,7 @@ from frameworks import same_bits, tensor
 
 import detkern
 from detkern import config
-from detkern.dtypes import BF16, F16, F32
+from detkern.vocabulary.dtypes import BF16, F16, F32
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.overrides import TorchFunctionMode

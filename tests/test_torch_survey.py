@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import detkern
-from detkern.contracts import FMA
+from detkern.vocabulary.contracts import FMA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from linear_layers import Doubles, converted, follows, linear, operands

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import BF16, F32, DType
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
 from detkern.triton.geometry import Load, choose, load_paths, tiles_for
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import BF16, F32, DType
 
 CUDA = Device("cuda")
 

@@ -11,12 +11,13 @@ import triton_device
 from cu_device import PAIR_IDS, PAIRS, Placed, differing, output, replay, vector
 
 import detkern
-from detkern import operands, registry
-from detkern.contracts import CONTRACTS, Contract
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.dispatch import registry
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 pytestmark = pytest.mark.gpu
 

@@ -98,10 +98,10 @@ def _compiled(contract: Any, target: Any, **options: Any) -> Any:
     import triton
     import triton.language as tl
 
-    from detkern.dtypes import BF16
     from detkern.operations.gemm.problem import gemm_problem
     from detkern.tensors import Device, TensorView
     from detkern.triton import geometry, launch
+    from detkern.vocabulary.dtypes import BF16
 
     device = Device("cuda", 0)
     a, b, out = (
@@ -124,7 +124,7 @@ def test_mma16_on_hopper_is_wgmma_fed_by_asynchronous_copies_of_16_bytes() -> No
     """As the CUDA backend's: one accumulator through all steps of 16 k, nothing contracted. Compiled without a GPU."""
     from triton.backends.compiler import GPUTarget
 
-    from detkern.contracts import MMA16
+    from detkern.vocabulary.contracts import MMA16
 
     compiled = _compiled(MMA16, GPUTarget("cuda", 90, 32))
     ptx = compiled.asm["ptx"]
@@ -140,7 +140,7 @@ def test_mma16_on_hopper_is_wgmma_fed_by_asynchronous_copies_of_16_bytes() -> No
 def test_fma_is_the_fused_instruction_and_keeps_subnormals(target: str) -> None:
     from triton.backends.compiler import GPUTarget
 
-    from detkern.contracts import FMA
+    from detkern.vocabulary.contracts import FMA
 
     if target == "cuda":
         ptx = _compiled(FMA, GPUTarget("cuda", 80, 32)).asm["ptx"]

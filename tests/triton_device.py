@@ -11,14 +11,14 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from cu_device import DEVICE, MODES, PAIRS, allocate
 
-from detkern.backend import Execution
-from detkern.contracts import Contract
 from detkern.cu import geometry, loader
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild
-from detkern.dtypes import F32, DType
+from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import Contract
+from detkern.vocabulary.dtypes import F32, DType
 
 # M, N and K; multiples of 8 take the vector paths, the others the path of any strides; K has ragged ends of all kinds.
 SIZES = (
@@ -29,7 +29,7 @@ SIZES = (
 
 def missing() -> str | None:
     """Why the Triton backend cannot run here."""
-    from detkern import registry
+    from detkern.dispatch import registry
 
     return registry.load("triton").unavailable(DEVICE)
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from detkern import operands, selfcheck
-from detkern.backend import Execution
-from detkern.contracts import CONTRACTS, Contract
-from detkern.dtypes import BF16, F16, F32, DType, from_numpy
+from detkern.dispatch import selfcheck
+from detkern.dispatch.backend import Execution
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.operations.bias_gradient.replay import column_sum as replayed_column_sum
 from detkern.operations.gemm import operation as cases
@@ -23,6 +21,9 @@ from detkern.operations.operation import Sample
 from detkern.tensors import TensorView
 from detkern.tensors.numpy import CPU, scratch
 from detkern.triton import geometry, launch
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS, Contract
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 
 EXECUTION = Execution(CPU, 0, scratch)
 SMALL = geometry.Tile(32, 32, 4, 4, 1, band=2)

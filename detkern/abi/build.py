@@ -24,8 +24,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import config, sealed
+from .. import config
 from ..errors import BuildError
+from ..files import sealed
 from .mirror import ABI_VERSION
 
 __all__ = ["Compiler", "Recipe", "build", "cache_folder", "cpu_features", "find_compiler", "put"]

@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from .. import requirements
-from ..contracts import CONTRACTS
+from ..dispatch import requirements
 from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported
+from ..vocabulary.contracts import CONTRACTS
 from .options import contracts_option
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 
 from .. import config
 from ..cpu.backend import library
-from ..dtypes import F32
-from ..operands import KINDS, generate
 from ..operations.operation import Sample, replayed
+from ..vocabulary.dtypes import F32
+from ..vocabulary.operands import KINDS, generate
 from .calls import CallSubject
 from .devices import fetch, negative_strides
 from .properties import LAYOUTS, Effort, threads

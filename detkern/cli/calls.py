@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import registry
-from ..contracts import CONTRACTS
-from ..dtypes import F32, DType
+from ..dispatch import registry
 from ..operations.operation import Operation, Sample
 from ..operations.table import OPERATIONS
 from ..tensors import Device
+from ..vocabulary.contracts import CONTRACTS
+from ..vocabulary.dtypes import F32, DType
 from .devices import fetch, place
 from .subject import Array, Selection
 

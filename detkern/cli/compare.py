@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import DType, from_numpy
 from ..errors import DTypeError, ShapeError
+from ..vocabulary.dtypes import DType, from_numpy
 
 __all__ = ["Comparison", "Mismatch", "bits", "compare"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import registry
-from ..dtypes import BF16, F16, F32, by_name, from_numpy
+from ..dispatch import registry
+from ..dispatch.requirements import row
 from ..errors import DeviceError
-from ..requirements import row
 from ..tensors import Device
+from ..vocabulary.dtypes import BF16, F16, F32, by_name, from_numpy
 from .compare import bits
 
 __all__ = ["array_module", "bit_patterns", "devices", "fetch", "negative_strides", "no_device", "place"]

@@ -23,8 +23,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DetkernError, DTypeError, ShapeError
+from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
 
 __all__ = ["Location", "load", "parse_location"]
 

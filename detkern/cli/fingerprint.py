@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from ..dtypes import BF16, F16, F32, DType
+from ..dispatch.registry import backend_names
 from ..errors import ArgumentError
-from ..operands import VERSION, digest, generate
-from ..registry import backend_names
 from ..tensors import Device
+from ..vocabulary.dtypes import BF16, F16, F32, DType
+from ..vocabulary.operands import VERSION, digest, generate
 from .calls import CallSubject
 from .options import contracts_option, json_option
 from .options import device as parse_device

@@ -17,15 +17,16 @@ from rich.text import Text
 
 import detkern
 
-from .. import __version__, config, registry, requirements
+from .. import __version__, config
 from ..abi.build import cache_folder, find_compiler
-from ..contracts import CONTRACTS
 from ..cpu import threads
-from ..dtypes import DTYPES
+from ..dispatch import registry, requirements
 from ..errors import BuildError, DetkernError
-from ..operands import VERSION
 from ..operations.table import OPERATIONS
 from ..tensors import Device
+from ..vocabulary.contracts import CONTRACTS
+from ..vocabulary.dtypes import DTYPES
+from ..vocabulary.operands import VERSION
 from .devices import devices, no_device
 from .options import json_option
 from .output import print_json, terminal

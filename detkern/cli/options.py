@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from ..contracts import CONTRACTS
-from ..dtypes import DTYPES, DType, by_name
 from ..errors import DetkernError
 from ..tensors import Device
+from ..vocabulary.contracts import CONTRACTS
+from ..vocabulary.dtypes import DTYPES, DType, by_name
 from .files import Location, parse_location
 
 __all__ = ["CONTRACT", "NAMES", "array_file", "contracts_option", "device", "element_type", "json_option"]

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from .. import __version__
-from ..operands import VERSION
+from ..vocabulary.operands import VERSION
 from .calls import CallSubject
 from .pictures import svg
 from .properties import Effort, Property

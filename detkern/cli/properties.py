@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..dtypes import E4M3, F32, DType
-from ..operands import generate
 from ..tensors import Device
+from ..vocabulary.dtypes import E4M3, F32, DType
+from ..vocabulary.operands import generate
 from .devices import array_module, bit_patterns, fetch, negative_strides
 from .results import Tally
 from .subject import Array, Operands, Subject, sample

@@ -10,16 +10,16 @@ import numpy as np
 
 import detkern
 
-from .. import registry
 from ..api import block_scaled_gemm
-from ..contracts import FMA, Contract
 from ..cpu.backend import library
-from ..dtypes import BF16, F16, F32, DType
-from ..operands import KINDS, generate
+from ..dispatch import registry
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.replay import column_sum as replayed_column_sum
 from ..operations.block_scaled.replay import block_scaled_gemm as replayed_block_scaled
 from ..operations.gemm import replay as numpy_replay
+from ..vocabulary.contracts import FMA, Contract
+from ..vocabulary.dtypes import BF16, F16, F32, DType
+from ..vocabulary.operands import KINDS, generate
 from .devices import fetch
 from .properties import INVARIANCE, Effort, Property, sampled
 from .results import Histogram, Tally, Trial

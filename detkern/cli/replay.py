@@ -13,11 +13,11 @@ import numpy.typing as npt
 import detkern
 
 from ..api import block_scaled_gemm
-from ..contracts import CONTRACTS, FP8_BLOCK128
-from ..dtypes import BF16, F16, F32, DType, from_numpy
 from ..errors import ArgumentError, DetkernError, DTypeError
 from ..operations.operation import Operation
 from ..operations.table import OPERATIONS
+from ..vocabulary.contracts import CONTRACTS, FP8_BLOCK128
+from ..vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 from .compare import Comparison, bits, compare
 from .files import Location, load
 from .options import NAMES, array_file, element_type, json_option

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 import detkern
 
-from .. import registry, requirements
 from ..api import block_scaled_gemm
-from ..contracts import CONTRACTS, FP8_BLOCK128, Contract, default_contract
-from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType
+from ..dispatch import registry, requirements
 from ..errors import ArgumentError, BackendUnavailable
-from ..operands import generate
 from ..operations.table import OPERATIONS
 from ..tensors import Device
+from ..vocabulary.contracts import CONTRACTS, FP8_BLOCK128, Contract, default_contract
+from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType
+from ..vocabulary.operands import generate
 from .devices import devices, fetch, no_device, place
 
 __all__ = ["Array", "Operands", "Subject", "find", "sample"]

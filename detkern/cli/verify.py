@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..dispatch.registry import backend_names
 from ..errors import DetkernError
-from ..operands import VERSION
-from ..registry import backend_names
 from ..tensors import Device
+from ..vocabulary.operands import VERSION
 from .call_properties import CALL_CHECKS
 from .calls import CallSubject
 from .calls import names as names_of_calls

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import api, registry
-from ..contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
-from ..dtypes import BF16, F32, DType
+from .. import api
+from ..dispatch import registry
+from ..dispatch.plan import on_forget
 from ..errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
-from ..plan import on_forget
 from ..tensors import Device, adapter_for
+from ..vocabulary.contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
+from ..vocabulary.dtypes import BF16, F32, DType
 
 __all__ = ["DetGemm", "get_op", "list_ops"]
 

@@ -12,14 +12,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from .. import registry
-from ..backend import Execution
-from ..contracts import CONTRACTS, FMA, default_contract
-from ..dtypes import BF16, F16, F32, DType
+from ..dispatch import registry
+from ..dispatch.backend import Execution
 from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError, DTypeError, ShapeError
 from ..operations.gemm.checks import GEMM, plan_product
 from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe, device_of
 from ..tensors.overlap import overlapping
+from ..vocabulary.contracts import CONTRACTS, FMA, default_contract
+from ..vocabulary.dtypes import BF16, F16, F32, DType
 
 __all__ = ["Engine"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from .. import config
 from ..abi.library import Library
-from ..arithmetic.float_environment import default_float_environment
-from ..backend import Execution, Kernel, Run
+from ..dispatch.backend import Execution, Kernel, Run
 from ..errors import ArgumentError, BackendUnavailable, BuildError
 from ..operations.operation import Descriptor, Operation
 from ..operations.problem import Operands, Problem
 from ..operations.table import OPERATIONS
 from ..tensors.view import Device, TensorView
+from ..vocabulary.arithmetic.float_environment import default_float_environment
 from . import compiled, threads
 
 __all__ = ["BACKEND", "CpuBackend", "library"]
@@ -46,7 +46,7 @@ def library() -> Library | None:
 
 
 class _Computed:
-    """detkern.backend.Implementation of any operation: by the library where it has a kernel, else by the replay."""
+    """detkern.dispatch.backend.Implementation of any operation: by the library where it has a kernel, else by the replay."""
 
     def __init__(self, operation: Operation[Any]) -> None:
         self.operation = operation
@@ -111,7 +111,7 @@ def _through_the_abi(descriptor: Descriptor[Any], problem: Problem, replayed: Ru
 
 
 class CpuBackend:
-    """detkern.backend.Backend on host memory. It implements every operation, since every operation has a replay."""
+    """detkern.dispatch.backend.Backend on host memory. It implements every operation, since every operation has a replay."""
 
     name = "cpu"
     deterministic = True

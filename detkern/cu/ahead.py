@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from ..contracts import Contract
-from ..dtypes import DType
+from ..vocabulary.contracts import Contract
+from ..vocabulary.dtypes import DType
 from .geometry import Load, build_for, fits, tiles_for
 from .loader import KernelBuild, compiled_image
 

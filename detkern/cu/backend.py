@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import requirements, selfcheck
-from ..contracts import Contract
-from ..dtypes import DType
+from ..dispatch import requirements, selfcheck
 from ..operations.gemm.problem import GemmProblem
 from ..tensors.view import Device
+from ..vocabulary.contracts import Contract
+from ..vocabulary.dtypes import DType
 from .column_sum import Sums
 from .device import SEEN, describe, missing
 from .gemm import Products

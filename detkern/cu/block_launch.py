@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..dispatch.plan_cache import PlanCache
 from ..operations.problem import Operands, Problem
-from ..plan_cache import PlanCache
 from ..tensors.execution import Execution
 from ..tensors.view import TensorView
 

@@ -9,12 +9,12 @@ import functools
 import struct
 from dataclasses import dataclass
 
-from ..backend import Execution, Kernel, Run
-from ..dtypes import BF16, F16, F32, DType
+from ..dispatch.backend import Execution, Kernel, Run
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.problem import ColumnSumProblem
 from ..operations.problem import Operands
 from ..tensors import TensorView
+from ..vocabulary.dtypes import BF16, F16, F32, DType
 from . import block_launch
 from .block_launch import BlockPlan, BlockRun
 from .device import describe

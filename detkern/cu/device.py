@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import requirements
+from ..dispatch import requirements
+from ..dispatch.requirements import old_driver
 from ..errors import BuildError
-from ..requirements import old_driver
 from .loader import loaded_architecture
 
 __all__ = ["SEEN", "CudaDevice", "describe", "missing"]

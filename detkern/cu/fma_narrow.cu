@@ -31,7 +31,9 @@ constexpr int THREAD_M = TILE_M / (LANES_M * WARPS_M), THREAD_N = TILE_N / (LANE
 constexpr int COMPUTING_THREADS = 32 * WARPS_M * WARPS_N, COPYING_THREADS = 32 * COPYING_WARPS;
 constexpr int STAGE_BYTES = (TILE_M + TILE_N) * (4 * TILE_K + 16), PLACE_OF_B = TILE_M * (4 * TILE_K + 16);
 constexpr int BAND = 16;
-constexpr int STAGE_BARRIER = 1;  // named, since the two roles come to it at different places
+// Barriers, each of which one role arrives at and the other waits for: a stage is there, its copies complete; and the stage
+// before it has been read.
+constexpr int STAGE_THERE = 1, STAGE_LEFT = 2;
 // Groups of fragments are read so many ahead that their latency, some 40 cycles, passes meanwhile: a scheduler may have
 // no other warp to turn to.
 constexpr int GROUPS = TILE_K / CHUNK;  // of a stage
@@ -46,9 +48,9 @@ static_assert(GROUPS % BUFFERS == 0 && GROUPS > AHEAD, "a buffer's number is kno
 
 using Accumulators = float[THREAD_M][THREAD_N];
 
-// Stages are numbered from 0; stage s lies in slot s % STAGES of the ring. Barrier s, of all threads, lies between the
-// last read of stage s - 1 and the first of stage s, whose copies are complete. Between barriers s and s + 1 stage
-// s + STAGES - 1 is on its way into the slot that stage s - 1 has left.
+// Stages are numbered from 0; stage s lies in slot s % STAGES of the ring. Between the last read of stage s - 1 and the
+// first of stage s the chains wait for STAGE_THERE, and then the copies for STAGE_LEFT; from there to the same place of
+// the next stage, stage s + STAGES - 1 is on its way into the slot that stage s - 1 has left.
 DETKERN_INLINE int64_t stage_count(const GemmParams& p) { return (p.k + TILE_K - 1) / TILE_K; }
 
 DETKERN_INLINE uint32_t next_slot(uint32_t slot) { return slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES; }
@@ -133,7 +135,8 @@ DETKERN_INLINE void copy_stages(const GemmParams& p, const OutputTile& tile, int
     slot = next_slot(slot);
     if (stage < STAGES - 2) continue;
     copy_async_wait<STAGES - 2>();
-    named_barrier<THREADS>(STAGE_BARRIER);  // barrier stage - (STAGES - 2)
+    named_barrier_arrive<THREADS>(STAGE_THERE);  // stage - (STAGES - 2)
+    named_barrier<THREADS>(STAGE_LEFT);          // the one before it
   }
 }
 
@@ -197,7 +200,7 @@ class Chains {
 
   // Adds all products, of at least one k.
   DETKERN_INLINE void run(Accumulators& acc, int64_t stages) {
-    named_barrier<THREADS>(STAGE_BARRIER);  // barrier 0
+    take_stage();
 #pragma unroll
     for (int group = 0; group < AHEAD; ++group) read(group, group);
     do add_stage(acc);
@@ -211,11 +214,17 @@ class Chains {
     for (int group = 0; group < GROUPS; ++group) {
       if (group == GROUPS - AHEAD) {
         slot_ = next_slot(slot_);
-        named_barrier<THREADS>(STAGE_BARRIER);  // of the next stage
+        take_stage();
       }
       read((group + AHEAD) % GROUPS, (group + AHEAD) % BUFFERS);
       multiply(acc, group % BUFFERS);
     }
+  }
+
+  // Waits for the next stage; the one before it may be filled again.
+  DETKERN_INLINE void take_stage() {
+    named_barrier<THREADS>(STAGE_THERE);
+    named_barrier_arrive<THREADS>(STAGE_LEFT);
   }
 
   DETKERN_INLINE void read(int group, int buffer) {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .. import requirements, selfcheck
-from ..backend import Kernel, Run
-from ..contracts import CONTRACTS, Contract
-from ..dtypes import DType
+from ..dispatch import requirements, selfcheck
+from ..dispatch.backend import Kernel, Run
 from ..errors import DetkernError
 from ..operations.gemm.operation import GEMM
 from ..operations.gemm.problem import GemmProblem
 from ..tensors.execution import Execution
+from ..vocabulary.contracts import CONTRACTS, Contract
+from ..vocabulary.dtypes import DType
 from .device import SEEN, CudaDevice, describe
 from .geometry import choose, portable_sources
 from .implementation import CudaImplementation

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from ..dtypes import DType, by_name
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
+from ..vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..vocabulary.dtypes import DType, by_name
 from . import time_model
 from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
@@ -149,6 +149,11 @@ class Tile:
         return self._values.get("SWAPPED", 0) == 1
 
     @property
+    def f32_out(self) -> bool:
+        """Whether its kernel writes binary32 outputs in rows of pairs and no others."""
+        return self._values.get("F32_OUT", 0) == 1
+
+    @property
     def by_tma(self) -> bool:
         """Whether its kernel takes the operands as tensor maps."""
         return self.table in _BY_TMA
@@ -165,6 +170,7 @@ class Tile:
         words = [f"{size}x{self['STAGES']}"]
         words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
         words += ["swapped"] if self.swapped else []
+        words += ["f32"] if self.f32_out else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += ["filled"] if self.fills else []
         words += [f"{self['CTAS_PER_SM']} an SM"] if self["CTAS_PER_SM"] > 1 else []
@@ -419,11 +425,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if (
-        not tile.get("STRIDED_OUT", 1)
-        and output_map_shape(problem) is None
-        and (tile.swapped or not out_pairs(problem))
-    ):
+    if tile.table == _MODELLED and not _writes(tile, out_pairs(problem), output_map_shape(problem) is not None):
         return False
     if tile.by_tma and not (available() and map_shapes(problem, _along_k(loads)) is not None):
         return False
@@ -432,6 +434,11 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     if not _has_rows_to_share(problem, tile) or (tile.swapped and problem.n < tile["TILE_N"]):
         return False
     return not tile.by_tma or _tile_count(problem, tile) <= _GRID_LIMIT
+
+
+def _writes(tile: Tile, pairs: bool, mapped: bool) -> bool:
+    """Whether a tile of mma_wgmma.json writes outputs that are pairs of binary32, that have a tensor map, or neither."""
+    return pairs if tile.f32_out else not pairs and bool(tile["STRIDED_OUT"] or mapped)
 
 
 def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
@@ -473,8 +480,8 @@ def _broken(matrix: Matrix) -> bool:
 
 
 class _Layout(NamedTuple):
-    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. boxed:
-    whether a tile without STRIDED_OUT can write the output, swapped or not."""
+    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. pairs,
+    mapped: of the output, as `_writes` asks."""
 
     operand: DType
     n: int
@@ -483,13 +490,13 @@ class _Layout(NamedTuple):
     loads: tuple[Load, Load]
     broken: tuple[bool, bool]
     by_tma: bool
-    boxed: tuple[bool, bool]
+    pairs: bool
+    mapped: bool
     f32: bool
     accumulate: bool
 
 
 def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
-    mapped = output_map_shape(problem) is not None
     return _Layout(
         problem.a.dtype,
         problem.n,
@@ -498,7 +505,8 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
         loads,
         (_broken(problem.a), _broken(problem.b)),
         available() and map_shapes(problem, _along_k(loads)) is not None,
-        (mapped or out_pairs(problem), mapped),
+        out_pairs(problem),
+        output_map_shape(problem) is not None,
         problem.out.dtype.itemsize == 4,
         problem.accumulate,
     )
@@ -518,11 +526,10 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
     """The tiles of mma_wgmma.json for products of that layout, whatever m; None where there are none."""
     found = []
     for tile in _table(_MODELLED) if layout.by_tma else ():
-        pairs = tile.get("STRIDED_OUT", 1) or layout.boxed[tile.swapped]
         rows = layout.n if tile.swapped else tile["TILE_M"]
         if (
             layout.loads in tile.loads
-            and pairs
+            and _writes(tile, layout.pairs, layout.mapped)
             and fits(tile, capability)
             and (not tile.shares or rows >= tile["TILE_M"])
         ):

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Execution
-from ..dtypes import E4M3, DType
+from ..dispatch.backend import Execution
 from ..tensors import Device, TensorView
+from ..vocabulary.dtypes import E4M3, DType
 from .device import CudaDevice
 
 __all__ = ["Place", "placing"]

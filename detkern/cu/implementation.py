@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from .. import selfcheck
-from ..backend import Implementation, Kernel, Run
-from ..dtypes import DType
+from ..dispatch import selfcheck
+from ..dispatch.backend import Implementation, Kernel, Run
 from ..operations.operation import Operation, Sample
 from ..operations.problem import Problem
 from ..tensors.execution import Execution
+from ..vocabulary.dtypes import DType
 from .device import SEEN, CudaDevice, describe
 from .host_arrays import placing
 from .loader import source_digest

@@ -10,18 +10,17 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, runtime
 
-from ..backend import Execution
+from ..dispatch.backend import Execution
+from ..dispatch.plan_cache import PlanCache
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
 from ..operations.problem import Operands
-from ..plan_cache import PlanCache
 from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
 from .geometry import Launch, Maps, choose, oriented
 from .loader import load_function
-from .tensor_map import out_pairs
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
 
@@ -55,26 +54,13 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
         0 if bias is None else bias.dtype.code,
         int(problem.accumulate),
         rank,
-        _out_path(problem, maps),
+        int(maps is not None and maps.out is not None),  # OutPath
         0 if maps is None else maps.whole_boxes,
-        *problem.batch[inner], *padding,
+        *problem.batch[inner], *(1 for _ in padding),
         *a.batch_strides[inner], *padding,
         *b.batch_strides[inner], *padding,
         *out.batch_strides[inner], *padding,
     )  # fmt: skip
-
-
-# `OutPath` of params.cuh.
-_OUT_ANY, _OUT_BOXES, _OUT_PAIRS = 0, 1, 2
-
-
-def _out_path(problem: GemmProblem, maps: Maps | None) -> int:
-    """How the kernel writes outputs. maps: where it takes any; the kernels without have one way."""
-    if maps is None:
-        return _OUT_ANY
-    if maps.out is not None:
-        return _OUT_BOXES
-    return _OUT_PAIRS if out_pairs(problem) else _OUT_ANY
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import cache, sealed
+from ..dispatch.requirements import install
 from ..errors import BuildError, DeviceError
-from ..requirements import install
+from ..files import cache, sealed
 
 __all__ = [
     "ENTRY",

@@ -21,14 +21,18 @@
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
 // is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of
 // 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; SLAB_BOXES (of 64 columns, that a warp's slab holds, where
-// TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); BAND
-// (tile rows); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose,
-// STRIDED_OUT is 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1:
+// binary32 outputs in rows of pairs and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few columns of tiles);
+// CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose, STRIDED_OUT is 0, GROUP_M 64,
+// IN_TURN 0); SMEM_BYTES; for tests JITTER (pipeline.cuh).
 #include "mma_epilogue.cuh"
 #include "pipeline.cuh"
 
 #ifndef SWAPPED
 #define SWAPPED 0
+#endif
+#ifndef F32_OUT
+#define F32_OUT 0
 #endif
 
 constexpr int GROUP = 128;              // threads of a warp group
@@ -49,7 +53,8 @@ using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
 constexpr int CTAS = SHARES == SHARED_NONE ? 1 : 2;  // of a cluster
 using StageRing = Ring<TileA, TileB, STAGES, CTAS>;
 using Position = RingPosition<STAGES>;
-using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8>;
+// Of few columns of tokens those that share weights come first.
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8, SWAPPED ? 8 : 0>;
 
 // Columns of the outputs that pass through shared memory at once: the largest divisor of TILE_N that is a multiple of 8
 // and at most `limit`.
@@ -91,6 +96,7 @@ static_assert(TILE_M % GROUP_M == 0 || ((TILE_M == 16 || TILE_M == 32) && LOAD_A
               "whole groups or few rows");
 static_assert(TILE_M == GROUP_M || !IN_TURN, "a tile is one group's where these take turns");
 static_assert(STAGES > 2, "one is multiplied, one is left to be taken, one is left to fill");
+static_assert(!F32_OUT || (!STRIDED_OUT && !SWAPPED), "one path");
 static_assert(!SWAPPED || (!STRIDED_OUT && GROUP_M == 64 && TILE_M >= 64 && !IN_TURN), "a slab a group");
 static_assert(!BOXED || TILE_N % (SLAB_BOXES * ATOM) == 0, "all slabs are full");
 static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * SLAB_BYTES,
@@ -183,11 +189,10 @@ DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
 
 // Writes 16-bit outputs by TMA, from this warp's slab; the last boxes may still be on their way at the return.
 template <int DTYPE>
-DETKERN_INLINE void store_boxes(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+DETKERN_INLINE void store_boxes(const TensorMap& map_out, const OutputTile& tile, BatchIndex batch, uint32_t slab,
                                 const Accumulators& acc) {
   const int thread = thread_index(), lane = thread % 32, row = lane % 16;
   const uint32_t target = slab + row * ATOM_ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
-  const BatchIndex batch(p, tile.batch);
 #pragma unroll
   for (int first = 0; first < TILE_N / ATOM; first += SLAB_BOXES) {
     if (elected()) store_tensor_wait_read();
@@ -213,19 +218,18 @@ DETKERN_INLINE void store_boxes(const GemmParams& p, const TensorMap& map_out, c
 
 // The elements of `out` before those of a batch, where the operands have maps and so at most two batch dimensions.
 // batch_offset, for any number, is some 320 instructions.
-DETKERN_INLINE int64_t batch_start(const GemmParams& p, int64_t batch) {
-  if (p.batch_rank == 0) return 0;
-  const BatchIndex index(p, batch);
-  return index.outer * p.out_batch[0] + (p.batch_rank == 2 ? index.inner * p.out_batch[1] : 0);
+DETKERN_INLINE int64_t batch_start(const GemmParams& p, BatchIndex batch) {
+  return batch.outer * p.out_batch[0] + batch.inner * p.out_batch[1];
 }
 
 // Writes 16-bit outputs by 16 bytes a lane, at most WORD_SLAB_N columns at a time, through this warp's slab.
 template <int DTYPE>
-DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uint32_t slab, const Accumulators& acc) {
+DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, BatchIndex batch, uint32_t slab,
+                                const Accumulators& acc) {
   const uint32_t lane = thread_index() % 32;
   const uint32_t target = slab + lane % 16 * WORD_SLAB_PITCH + lane / 16 * 16;
   const uint32_t source = slab + lane / 4 * WORD_SLAB_PITCH + lane % 4 * 16;
-  const RowPair<8> rows(p, batch_start(p, tile.batch), tile.row, tile.column, TILE_N, has_rows());
+  const RowPair<8> rows(p, batch_start(p, batch), tile.row, tile.column, TILE_N, has_rows());
 #pragma unroll
   for (int first = 0; first < TILE_N; first += WORD_SLAB_N) {
 #pragma unroll
@@ -250,13 +254,13 @@ DETKERN_INLINE void store_words(const GemmParams& p, const OutputTile& tile, uin
 // Writes the 16-bit outputs of a swapped tile's group by TMA, from the group's slab, whose rows are the tile's columns,
 // swizzled as boxes are. slab: this warp's quarter, which tells where the group's begins.
 template <int DTYPE>
-DETKERN_INLINE void store_columns(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
+DETKERN_INLINE void store_columns(const TensorMap& map_out, const OutputTile& tile, BatchIndex batch, uint32_t slab,
                                   const Accumulators& acc) {
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  const int thread = thread_index(), lane = thread % 32;
+  const int warp_of_cta = __shfl_sync(~0u, thread / 32, 0);  // the same in all lanes, and known to be
+  const int warp = warp_of_cta % 4, barrier = GROUP_BARRIER + warp_of_cta / 4;
   slab -= warp * SLAB_BYTES;
-  const int barrier = GROUP_BARRIER + thread / GROUP;
-  const bool issues = warp == 0 && elected();
-  if (issues) store_tensor_wait_read();
+  if (warp == 0 && elected()) store_tensor_wait_read();
   named_barrier<GROUP>(barrier);
   // A lane's column of each two pieces, and the sixteen bytes of it that its eight rows are: 2 * warp or the next.
   const int column = lane / 16 * 8 + lane % 8;
@@ -273,22 +277,21 @@ DETKERN_INLINE void store_columns(const GemmParams& p, const TensorMap& map_out,
   }
   fence_async_proxy();
   named_barrier<GROUP>(barrier);
-  if (issues) {
-    const BatchIndex batch(p, tile.batch);
+  if (warp == 0 && elected()) {
     store_tensor_box(map_out, tile.row, tile.column, batch.inner, batch.outer, slab);
     store_tensor_commit();
   }
 }
 
 template <int DTYPE>
-DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, uint32_t slab,
-                                  const Accumulators& acc) {
+DETKERN_INLINE void store_rounded(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile, BatchIndex batch,
+                                  uint32_t slab, const Accumulators& acc) {
   if constexpr (SWAPPED) {
-    store_columns<DTYPE>(p, map_out, tile, slab, acc);
+    store_columns<DTYPE>(map_out, tile, batch, slab, acc);
   } else if constexpr (BOXED) {
-    store_boxes<DTYPE>(p, map_out, tile, slab, acc);
+    store_boxes<DTYPE>(map_out, tile, batch, slab, acc);
   } else {
-    store_words<DTYPE>(p, tile, slab, acc);
+    store_words<DTYPE>(p, tile, batch, slab, acc);
   }
 }
 
@@ -300,8 +303,8 @@ DETKERN_INLINE uint32_t warp_slab(unsigned char* slabs) {
 // right behind the products: those that lie elsewhere are no longer in a cache when a grid has read its operands, and
 // each line of them takes as long as memory. The others are apart for the sake of the products' uniform registers.
 enum class Outputs {
-  ROUNDED,  // of the operands' type, only rounded, with a tensor map
-  SIXTEEN,  // any other 16-bit ones with a map: a bias, or the other type
+  ROUNDED,  // of the operands' type, only rounded, with a tensor map and at most one batch dimension
+  SIXTEEN,  // any other 16-bit ones with a map: a bias, the other type, or two batch dimensions
   PAIRS,    // binary32 in rows, new or accumulated, without a bias
   ANY,      // any strides
 };
@@ -333,9 +336,9 @@ DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out
     }
   }
   if (p.out_dtype == F16) {
-    store_rounded<F16>(p, map_out, tile, slab, acc);
+    store_rounded<F16>(p, map_out, tile, BatchIndex(p, tile.batch), slab, acc);
   } else {
-    store_rounded<BF16>(p, map_out, tile, slab, acc);
+    store_rounded<BF16>(p, map_out, tile, BatchIndex(p, tile.batch), slab, acc);
   }
 }
 
@@ -348,7 +351,7 @@ DETKERN_INLINE void for_each_pair(const GemmParams& p, const OutputTile& tile, c
   const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
   // Of this lane's columns, from its first on.
   const int begin = static_cast<int>(own.column - column), end = static_cast<int>(p.n - column);
-  float* line = static_cast<float*>(p.out) + batch_start(p, tile.batch) + row * p.out_row + column;
+  float* line = static_cast<float*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool has_row = has_rows() && row + 8 * half >= own.row && row + 8 * half < p.m;
@@ -449,7 +452,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     };
     RowPair<2> words;
     if constexpr (OUTPUTS == Outputs::ROUNDED && FROM_REGISTERS) {
-      words = RowPair<2>(p, batch_start(p, first_rows.batch), first_rows.row, first_rows.column, TILE_N, has_rows());
+      words = RowPair<2>(p, batch_start(p, BatchIndex(first_rows.batch)), first_rows.row, first_rows.column, TILE_N, has_rows());
     }
     Accumulators acc[BLOCKS_M] = {};
     if constexpr (!FROM_ZERO) {
@@ -491,7 +494,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
       for (int block = 0; block < BLOCKS_M; ++block) {
         const OutputTile tile = tile_of(block);
         if constexpr (OUTPUTS == Outputs::ROUNDED) {
-          store_rounded<OPERAND>(p, map_out, tile, warp_slab(slabs), acc[block]);
+          store_rounded<OPERAND>(p, map_out, tile, BatchIndex(tile.batch), warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::SIXTEEN) {
           finish_sixteen(p, map_out, tile, warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::PAIRS) {
@@ -503,7 +506,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     }
     if (!AHEAD) walk.step();
   }
-  if ((BOXED || SWAPPED) && elected()) store_tensor_wait_read();
+  if (has_map(OUTPUTS) && (BOXED || SWAPPED) && elected()) store_tensor_wait_read();
 }
 
 // Asks the L2 cache for the first of a layer's weights, B or swapped A, that this CTA will read. Its CTAs often start
@@ -514,8 +517,10 @@ DETKERN_INLINE void prefetch_weights(const GemmParams& p) {
   constexpr int EXTENT = SWAPPED ? TILE_M : TILE_N;
   constexpr int ROWS = ALONG_K ? EXTENT : EXTENT / ATOM;  // lines at each k, the lowest k of all first
   const int count = static_cast<int>(p.prefetch_bytes) / (ROWS * ATOM_ROW_BYTES) * ROWS;
-  const OutputTile tile = Walk(p).output();
-  const int64_t start = SWAPPED ? tile.row : tile.column, end = SWAPPED ? p.m : p.n;
+  const Walk walk(p);
+  // Of rows the walk's own place would cost the main loop its uniform registers. This is it where columns are few.
+  const int64_t start = SWAPPED ? int64_t(blockIdx.x / walk.columns()) * TILE_M : walk.output().column;
+  const int64_t end = SWAPPED ? p.m : p.n;
   const int64_t across = SWAPPED ? p.a_row : p.b_col, along = SWAPPED ? p.a_col : p.b_row;
   const uint16_t* first = static_cast<const uint16_t*>(SWAPPED ? p.a : p.b) + start * across;
   for (int i = thread_index(); i < count; i += CONSUMING_WARPS * 32) {
@@ -550,15 +555,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if (p.batch_rank == 0) prefetch_weights(p);  // without this test the main loop would lose its uniform registers
     start<Role::CONSUMES, STARTING_THREADS, CTAS>();
     unsigned char* slabs = shared + SLABS_AT;
-    if (p.out_path == OUT_BOXES) {
-      if (p.out_dtype == OPERAND && p.bias_dtype == NONE) {
-        consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
-      } else {
-        consume<Outputs::SIXTEEN>(p, map_out, ring, slabs, warp / 4, blocks);
-      }
-    } else if (!SWAPPED && (!STRIDED_OUT || p.out_path == OUT_PAIRS)) {
+    const bool mapped = !STRIDED_OUT || p.out_path == OUT_BOXES;
+    if constexpr (F32_OUT) {
       consume<Outputs::PAIRS>(p, map_out, ring, slabs, warp / 4, blocks);
-    } else if (STRIDED_OUT) {
+    } else if (mapped && p.out_dtype == OPERAND && p.bias_dtype == NONE && p.batch_rank < 2) {
+      consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
+    } else if (mapped) {
+      consume<Outputs::SIXTEEN>(p, map_out, ring, slabs, warp / 4, blocks);
+    } else {
       consume<Outputs::ANY>(p, map_out, ring, slabs, warp / 4, blocks);
     }
   }

@@ -29,7 +29,6 @@ enum WholeBoxes : int32_t { WHOLE_A = 1, WHOLE_B = 2 };
 enum OutPath : int32_t {
   OUT_ANY = 0,    // any strides and alignment, element by element
   OUT_BOXES = 1,  // a tensor map of the output is given, of 16-bit elements
-  OUT_PAIRS = 2,  // binary32, rows of pairs at multiples of 8 bytes; no bias
 };
 
 struct GemmParams {
@@ -50,7 +49,7 @@ struct GemmParams {
   int32_t batch_rank;
   int32_t out_path;     // OutPath
   int32_t whole_boxes;  // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
-  int64_t batch_shape[MAX_BATCH_RANK];
+  int64_t batch_shape[MAX_BATCH_RANK];  // 1 from batch_rank on
   int64_t a_batch[MAX_BATCH_RANK];
   int64_t b_batch[MAX_BATCH_RANK];
   int64_t out_batch[MAX_BATCH_RANK];

@@ -121,9 +121,10 @@ enum Shared : int { SHARED_NONE = 0, SHARED_A = 1, SHARED_B = 2 };
 // The output tiles of a CTA: every gridDim.x-th, in bands of BAND tile rows as output_tile's. The CTAs of a cluster
 // walk over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31
 // where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
-// ROW_UNIT, COLUMN_UNIT: of which rows and columns that tiles start at are multiples: 8 where TMA copies along them or outputs are
-// stored by 16 bytes.
-template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND, int ROW_UNIT, int COLUMN_UNIT = 8>
+// ROW_UNIT, COLUMN_UNIT: of which rows and columns that tiles start at are multiples: 8 where TMA copies along them or
+// outputs are stored by 16 bytes. FEW_COLUMNS: of tiles, up to which a band is one row of tiles.
+template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND, int ROW_UNIT, int COLUMN_UNIT = 8,
+          uint32_t FEW_COLUMNS = 0>
 class TileWalk {
   static constexpr int CTAS = SHARED_OPERAND == SHARED_NONE ? 1 : 2;
   static constexpr int ROWS = SHARED_OPERAND == SHARED_B ? 2 * TILE_ROWS : TILE_ROWS;
@@ -154,11 +155,12 @@ class TileWalk {
     const uint32_t in_one = rows() * columns();
     const uint32_t batch = p_.batch_rank == 0 ? 0 : tile_ / in_one;
     const uint32_t in_batch = tile_ - batch * in_one;
-    const uint32_t band = rows() <= BAND_ROWS ? 0 : in_batch / (BAND_ROWS * columns());
-    const uint32_t in_band = in_batch - band * (BAND_ROWS * columns());
-    const uint32_t height = min(static_cast<uint32_t>(BAND_ROWS), rows() - band * BAND_ROWS);
+    const uint32_t highest = FEW_COLUMNS != 0 && columns() <= FEW_COLUMNS ? 1 : BAND_ROWS;
+    const uint32_t band = rows() <= highest ? 0 : in_batch / (highest * columns());
+    const uint32_t in_band = in_batch - band * (highest * columns());
+    const uint32_t height = min(highest, rows() - band * highest);
     const uint32_t column = height == 1 ? in_band : in_band / height;
-    const uint32_t row = band * BAND_ROWS + (in_band - column * height);
+    const uint32_t row = band * highest + (in_band - column * height);
     OutputTile tile = {batch, static_cast<int64_t>(row) * ROWS, static_cast<int64_t>(column) * COLUMNS};
     if (SHARED_OPERAND == SHARED_A) tile.column += blockIdx.x % CTAS * TILE_COLUMNS;
     if (SHARED_OPERAND == SHARED_B) tile.row += blockIdx.x % CTAS * TILE_ROWS;
@@ -177,9 +179,9 @@ class TileWalk {
     return max(static_cast<int>(size) - extent + UNIT - 1, 0) / UNIT * UNIT;
   }
 
+  // Without a branch: behind one, what products read would not stay in uniform registers.
   DETKERN_INLINE uint32_t count() const {
-    const uint32_t batches = p_.batch_rank == 0 ? 1 : static_cast<uint32_t>(p_.batch_shape[0]);
-    return rows() * columns() * batches * (p_.batch_rank == 2 ? static_cast<uint32_t>(p_.batch_shape[1]) : 1);
+    return rows() * columns() * static_cast<uint32_t>(p_.batch_shape[0]) * static_cast<uint32_t>(p_.batch_shape[1]);
   }
 
   const GemmParams& p_;

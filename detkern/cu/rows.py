@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
-from ..backend import Execution, Kernel, Run
-from ..dtypes import BF16, F16, F32, DType
+from ..dispatch.backend import Execution, Kernel, Run
 from ..operations.matrix import Matrix
 from ..operations.problem import Operands
 from ..operations.rows.operation import ROWS
 from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import TensorView
+from ..vocabulary.dtypes import BF16, F16, F32, DType
 from . import block_launch
 from .block_launch import BlockPlan, BlockRun
 from .device import describe

@@ -12,13 +12,13 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ..backend import Execution, Kernel, Run
-from ..dtypes import BF16, F16, F32, I64, DType
+from ..dispatch.backend import Execution, Kernel, Run
+from ..dispatch.plan_cache import PlanCache
 from ..operations.problem import Operands
 from ..operations.scatter_sum.operation import SCATTER_SUM
 from ..operations.scatter_sum.problem import ScatterSumProblem
-from ..plan_cache import PlanCache
 from ..tensors import TensorView
+from ..vocabulary.dtypes import BF16, F16, F32, I64, DType
 from .device import describe
 from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
@@ -51,7 +51,9 @@ _SUM = struct.Struct("<4Q12q4i")
 def sort_build(phase: int) -> KernelBuild:
     """What is compiled for a phase of the sort."""
     threads, items = _SHAPES[phase]
-    shared = (threads // 32 * DIGITS * 4 if phase in (_ALL, _MOVE) else 0) + (8 * threads * items if phase == _ALL else 0)
+    shared = (threads // 32 * DIGITS * 4 if phase in (_ALL, _MOVE) else 0) + (
+        8 * threads * items if phase == _ALL else 0
+    )
     macros = (("PHASE", phase), ("THREADS", threads), ("ITEMS", items), ("SMEM_BYTES", shared))
     return KernelBuild(SORT_SOURCE, macros, shared, f"scatter_sort {('all', 'count', 'scan', 'move')[phase]}")
 
@@ -67,7 +69,10 @@ def sum_build(operand: DType, pieces: bool) -> KernelBuild:
 
 def builds() -> list[KernelBuild]:
     """Every build that a launch may need, on any device."""
-    return [*map(sort_build, _SHAPES), *(sum_build(operand, pieces) for operand in OPERANDS for pieces in (True, False))]
+    return [
+        *map(sort_build, _SHAPES),
+        *(sum_build(operand, pieces) for operand in OPERANDS for pieces in (True, False)),
+    ]
 
 
 def takes_pieces(problem: ScatterSumProblem) -> bool:

@@ -19,6 +19,9 @@ struct BatchIndex {
 
   BatchIndex() = default;
 
+  // Of at most one dimension.
+  DETKERN_INLINE explicit BatchIndex(int64_t batch) : outer(static_cast<int>(batch)), inner(0) {}
+
   DETKERN_INLINE BatchIndex(const GemmParams& p, int64_t batch) : outer(static_cast<int>(batch)), inner(0) {
     if (p.batch_rank < 2) return;
     const int size = static_cast<int>(p.batch_shape[1]);

@@ -14,11 +14,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dtypes import BF16, F16, F32, DType
+from ..dispatch.requirements import install
 from ..errors import DeviceError
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
-from ..requirements import install
+from ..vocabulary.dtypes import BF16, F16, F32, DType
 
 __all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
 

@@ -61,6 +61,7 @@ SHARED = {
 _CLOCK = 1700.0  # cycles a µs
 _ENTERING = 64.0  # bytes a cycle
 _BOX = 64
+_FEW_COLUMNS = 8.0  # FEW_COLUMNS of pipeline.cuh's TileWalk, of swapped tiles
 
 
 class TileShapes(NamedTuple):
@@ -107,6 +108,7 @@ class Prepared:
     down: tuple[Array, Array]  # rows of tiles that there are: so many, and so many for each unit
     across: tuple[Array, Array]  # columns of them
     band: Array
+    few: Array  # columns of tiles up to which a band is one row of them
     at_once: Array  # tiles or pairs that run at one time
     rows: tuple[Array, Array]  # of A that a tile reads, at least and at most
     from_a: Array  # of what enters for each row
@@ -189,6 +191,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         down=(np.where(swapped, along, no), np.where(swapped, no, one)),
         across=(np.where(swapped, no, along), np.where(swapped, one, no)),
         band=np.maximum(np.floor(tiles.band / pair_b), 1.0),
+        few=np.where(swapped, _FEW_COLUMNS, 0.0),
         at_once=multiprocessors / (pair_a * pair_b),
         rows=(np.where(varies, 1.0, fixed_rows), np.where(swapped, fixed_rows, rows)),
         from_a=np.where(tiles.share == 1, all_["shared_a"], 1.0),
@@ -246,7 +249,7 @@ def times_us(prepared: Prepared, m: Value) -> Array:
     computing *= computing
     # Rows and columns of tiles that are computed at one time, and with it the CTAs that read one part of B and of A.
     down, across = p.down[0] + p.down[1] * units, p.across[0] + p.across[1] * units
-    high = np.minimum(p.band, down)
+    high = np.minimum(np.where(across <= p.few, 1.0, p.band), down)
     wide = np.minimum(p.at_once / high, across)
     high = np.minimum(np.maximum(p.at_once / across, high), down)
     operands = p.bytes_n + p.bytes_m * m

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .. import config, requirements, selfcheck
+from .. import config
 from ..abi.library import Library
-from ..backend import Kernel, Run
-from ..contracts import Contract
-from ..dtypes import DType
+from ..dispatch import requirements, selfcheck
+from ..dispatch.backend import Kernel, Run
 from ..errors import DetkernError
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.gemm.operation import GEMM
@@ -23,6 +22,8 @@ from ..operations.operation import Operation
 from ..operations.problem import Operands, Problem
 from ..tensors.execution import Execution
 from ..tensors.view import Device, TensorView
+from ..vocabulary.contracts import Contract
+from ..vocabulary.dtypes import DType
 from . import host_arrays
 from .libraries import find_library
 from .platform import Platform

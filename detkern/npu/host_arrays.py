@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import selfcheck
 from ..abi import mirror
 from ..abi.library import Library
-from ..backend import Implementation
-from ..dtypes import E4M3, DType
+from ..dispatch import selfcheck
+from ..dispatch.backend import Implementation
 from ..operations.operation import Operation, Sample
 from ..tensors.execution import Execution
 from ..tensors.view import Device, TensorView, contiguous_strides
+from ..vocabulary.dtypes import E4M3, DType
 
 __all__ = ["computed"]
 

@@ -12,10 +12,11 @@ import os
 import threading
 from pathlib import Path
 
-from .. import cache, requirements, sealed
 from ..abi import mirror
 from ..abi.library import Library
+from ..dispatch import requirements
 from ..errors import BackendUnavailable
+from ..files import cache, sealed
 from .platform import Platform
 
 __all__ = ["built_library", "find_library"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ..dtypes import DType
 from ..tensors.view import TensorView
+from ..vocabulary.dtypes import DType
 
 __all__ = ["Matrix", "Vector", "alignment_of", "batch_offsets", "matrix_of", "plain_matrix"]
 

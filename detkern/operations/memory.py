@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import from_numpy
 from ..errors import ArgumentError
 from ..tensors.view import Device, TensorView
+from ..vocabulary.dtypes import from_numpy
 from .matrix import Matrix, Vector
 
 __all__ = ["HOST", "host_view", "matrix_array", "vector_array"]

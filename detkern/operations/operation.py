@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..arithmetic.float_environment import default_float_environment
-from ..dtypes import DType
 from ..tensors.view import Device, TensorView
+from ..vocabulary.arithmetic.float_environment import default_float_environment
+from ..vocabulary.dtypes import DType
 from .memory import host_view
 from .problem import Operands, Problem
 

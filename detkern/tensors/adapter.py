@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..dtypes import DType
+from ..vocabulary.dtypes import DType
 from .execution import Execution
 from .view import Device, TensorView
 

@@ -6,8 +6,8 @@ import sys
 from functools import cache
 from typing import Any
 
-from ..dtypes import DTYPES, E4M3, INDICES, DType
 from ..errors import ArgumentError, DeviceError
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .dlpack import Exported
 from .execution import Execution

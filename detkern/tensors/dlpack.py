@@ -11,8 +11,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..dtypes import BF16, E4M3, E5M2, F16, F32, I32, I64, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
+from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, I32, I64, DType
 from .types import refuse_type
 from .view import Device, contiguous_strides
 

@@ -12,8 +12,8 @@ import sys
 from operator import index
 from typing import Any
 
-from ..dtypes import E4M3, F16, F32, I32, I64, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
+from ..vocabulary.dtypes import E4M3, F16, F32, I32, I64, DType
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
 from .dlpack import Exported, device_of, read

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import DTYPES, INDICES, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
+from ..vocabulary.dtypes import DTYPES, INDICES, DType
 from .adapter import Adapter
 from .cupy import external_execution
 from .dlpack import Exported, device_of, read

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import DTYPES, E4M3, INDICES, DType
 from ..errors import ArgumentError, DTypeError
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .execution import Execution
 from .types import refuse_type

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ..dtypes import DTYPES, E4M3, INDICES, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .execution import Execution
 from .overlap import byte_range

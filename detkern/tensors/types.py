@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import BF16, E4M3, E5M2, F16, F32, DType, by_name
 from ..errors import DTypeError
+from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, by_name
 
 __all__ = ["FP8", "OUTPUTS", "dtype_argument", "refuse_type"]
 

@@ -6,8 +6,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dtypes import DType
 from ..errors import ArgumentError
+from ..vocabulary.dtypes import DType
 
 __all__ = ["Device", "TensorView", "contiguous_strides", "describe", "device_of", "element_strides"]
 

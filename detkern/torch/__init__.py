@@ -10,7 +10,7 @@ from typing import Any
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    from ..requirements import install
+    from ..dispatch.requirements import install
 
     raise ImportError(f"detkern.torch needs PyTorch: {install('torch')} ({error})") from error
 

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from .. import requirements, selfcheck
-from ..backend import Kernel, Run
-from ..contracts import CONTRACTS, Contract
-from ..dtypes import DType
+from ..dispatch import requirements, selfcheck
+from ..dispatch.backend import Kernel, Run
 from ..errors import DetkernError
 from ..operations.bias_gradient.operation import BIAS_GRADIENT
 from ..operations.bias_gradient.problem import ColumnSumProblem
@@ -26,6 +24,8 @@ from ..operations.operation import Operation, Sample
 from ..operations.problem import Problem
 from ..tensors.execution import Execution
 from ..tensors.view import Device
+from ..vocabulary.contracts import CONTRACTS, Contract
+from ..vocabulary.dtypes import DType
 from .device import TritonDevice, describe, missing
 from .geometry import KERNELS, choose
 

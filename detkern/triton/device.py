@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .. import requirements
-from ..requirements import old_driver
+from ..dispatch import requirements
+from ..dispatch.requirements import old_driver
 from ..tensors import Device
 
 __all__ = ["TritonDevice", "current", "describe", "missing"]

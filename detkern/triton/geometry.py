@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ..contracts import FMA, MMA16, TREE, TREE_MMA16
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
+from ..vocabulary.contracts import FMA, MMA16, TREE, TREE_MMA16
 
 __all__ = ["KERNELS", "Launch", "Load", "Tile", "choose", "load_paths", "tiles_for"]
 

@@ -12,15 +12,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..backend import Execution
-from ..dtypes import E4M3, F32, DType
+from ..dispatch.backend import Execution
+from ..dispatch.plan_cache import PlanCache
 from ..errors import BuildError, DeviceError
 from ..operations.bias_gradient.problem import ColumnSumProblem
 from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
 from ..operations.problem import Operands
-from ..plan_cache import PlanCache
 from ..tensors import Device, TensorView
+from ..vocabulary.dtypes import E4M3, F32, DType
 from .device import TritonDevice, current, describe
 from .geometry import Launch, choose
 

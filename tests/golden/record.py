@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import detkern
-from detkern import operands
-from detkern.contracts import CONTRACTS
-from detkern.dtypes import BF16, F16, F32, DType, by_name
 from detkern.operations.table import OPERATIONS
+from detkern.vocabulary import operands
+from detkern.vocabulary.contracts import CONTRACTS
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType, by_name
 
 __all__ = ["FOLDER", "Case", "cases", "host_operands", "operation_digests", "operation_samples"]
 
@@ -135,9 +135,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder for the file (default tests/golden)")
     arguments = parser.parse_args()
 
-    from detkern import registry
     from detkern.cu.backend import BACKEND
     from detkern.cu.device import describe, missing
+    from detkern.dispatch import registry
     from detkern.operations.gemm.operation import GEMM
     from detkern.tensors import Device
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from detkern.dtypes import F32, DType
-from detkern.operands import generate
+from detkern.vocabulary.dtypes import F32, DType
+from detkern.vocabulary.operands import generate
 
 
 class Case(NamedTuple):
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     initial: np.ndarray | None
 
 
-# The kinds of detkern.operands for a, b and the accumulator.
+# The kinds of detkern.vocabulary.operands for a, b and the accumulator.
 _KINDS = {
     "normal": ("normal", "normal", "normal"),
     "wide": ("wide", "wide", "wide"),

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from detkern.dtypes import BF16, F16, F32, DType
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
 # Significand bits, smallest and largest exponent of a normal number.
 _FORMATS = {F32: (24, -126, 127), F16: (11, -14, 15), BF16: (8, -126, 127)}

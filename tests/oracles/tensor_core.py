@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from mmasim.nv_ptx import MMA, WGMMA
 
-from detkern.contracts import FP8_BLOCK128, MMA8, MMA16, TREE_MMA16, Contract
-from detkern.dtypes import DType, from_numpy
+from detkern.vocabulary.contracts import FP8_BLOCK128, MMA8, MMA16, TREE_MMA16, Contract
+from detkern.vocabulary.dtypes import DType, from_numpy
 
 _ROWS_TIMES_COLS = 1 << 15  # outputs at a time, so that the model's temporaries stay in the cache
 

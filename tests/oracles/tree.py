@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from detkern.dtypes import DType
+from detkern.vocabulary.dtypes import DType
 
 from . import rational
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from ...dtypes import DType
+from ...dispatch.plan import FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...errors import DTypeError, ShapeError
-from ...plan import FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...tensors import TensorView
 from ...tensors.types import OUTPUTS
+from ...vocabulary.dtypes import DType
 from .problem import column_sum_problem
 
 __all__ = ["plan_column_sum"]

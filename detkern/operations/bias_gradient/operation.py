@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import column_sum_descriptors
-from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
+from ...vocabulary import operands as generator
+from ...vocabulary.dtypes import BF16, F16, F32, DType
 from ..memory import matrix_array, vector_array
 from ..operation import Descriptor, Operation, PublicCall, Sample
 from ..problem import Operands

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arithmetic.binary32 import Array, add
-from ...dtypes import BF16, F16, F32, DType, from_numpy
 from ...errors import ContractUnsupported, ShapeError
+from ...vocabulary.arithmetic.binary32 import Array, add
+from ...vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 from ..gemm.replay import finish
 
 __all__ = ["column_sum"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...contracts import FP8_BLOCK128
-from ...dtypes import F32, DType
+from ...dispatch.plan import Planned, new_plan, plans, result_type, result_view
 from ...errors import DTypeError, ShapeError
-from ...plan import Planned, new_plan, plans, result_type, result_view
 from ...tensors import TensorView
 from ...tensors.types import FP8
+from ...vocabulary.contracts import FP8_BLOCK128
+from ...vocabulary.dtypes import F32, DType
 from .problem import block_scaled_problem
 
 __all__ = ["plan_block_scaled"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import block_scaled_descriptors
-from ...contracts import CONTRACTS, FP8_BLOCK128
-from ...dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
+from ...vocabulary import operands as generator
+from ...vocabulary.contracts import CONTRACTS, FP8_BLOCK128
+from ...vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType
 from ..memory import matrix_array
 from ..operation import Descriptor, Operation, PublicCall, Sample
 from ..problem import Operands

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...contracts import Contract
 from ...tensors.view import Device, TensorView
+from ...vocabulary.contracts import Contract
 from ..matrix import Matrix, plain_matrix
 
 __all__ = ["BlockScaledProblem", "block_scaled_problem"]

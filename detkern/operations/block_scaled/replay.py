@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arithmetic.binary32 import Array, fma
-from ...contracts import FP8_BLOCK128
-from ...dtypes import F32, DType, from_numpy
 from ...errors import ContractUnsupported, ShapeError
+from ...vocabulary.arithmetic.binary32 import Array, fma
+from ...vocabulary.contracts import FP8_BLOCK128
+from ...vocabulary.dtypes import F32, DType, from_numpy
 from ..gemm.replay import chain_of, finish, tiles
 
 __all__ = ["block_scaled_gemm"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ... import config, registry
-from ...contracts import FP8_BLOCK128, Contract, get_contract
-from ...dtypes import DType
+from ... import config
+from ...dispatch import registry
+from ...dispatch.plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
-from ...plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...tensors import TensorView, describe
 from ...tensors.types import FP8, OUTPUTS
+from ...vocabulary.contracts import FP8_BLOCK128, Contract, get_contract
+from ...vocabulary.dtypes import DType
 from .problem import gemm_problem
 
 __all__ = ["GEMM", "LINEAR", "Names", "plan_product"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import gemm_descriptors
-from ...contracts import CONTRACTS, FP8_BLOCK128
-from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
+from ...vocabulary import operands as generator
+from ...vocabulary.contracts import CONTRACTS, FP8_BLOCK128
+from ...vocabulary.dtypes import BF16, F16, F32, DType
 from ..memory import matrix_array, vector_array
 from ..operation import Descriptor, Operation, PublicCall, Sample
 from ..problem import Operands

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...contracts import Contract
 from ...tensors.view import Device, TensorView
+from ...vocabulary.contracts import Contract
 from ..matrix import Matrix, Vector, alignment_of, matrix_of
 
 __all__ = ["GemmProblem", "gemm_problem"]

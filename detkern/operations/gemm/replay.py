@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ...arithmetic.binary32 import Array, Binary32, add, fma, round_to
-from ...arithmetic.tensor_core import tensor_core_step
-from ...contracts import FP8_BLOCK128, Contract
-from ...dtypes import F32, DType, from_numpy
 from ...errors import ArgumentError, ContractUnsupported, ShapeError
+from ...vocabulary.arithmetic.binary32 import Array, Binary32, add, fma, round_to
+from ...vocabulary.arithmetic.tensor_core import tensor_core_step
+from ...vocabulary.contracts import FP8_BLOCK128, Contract
+from ...vocabulary.dtypes import F32, DType, from_numpy
 
 __all__ = ["chain_of", "finish", "gemm", "tiles"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...dtypes import DType
+from ...dispatch.plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...errors import DTypeError, ShapeError
-from ...plan import FREE_COLUMNS, FREE_ROWS, Planned, new_plan, plans, result_type, result_view, rows_of
 from ...tensors import TensorView
 from ...tensors.types import OUTPUTS
+from ...vocabulary.dtypes import DType
 from .problem import RowKind, one_a_row, operand_names, row_problem
 
 __all__ = ["plan_rows"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ... import operands as generator
 from ...abi import mirror
 from ...abi.descriptors import row_descriptors
-from ...dtypes import BF16, F16, F32, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
+from ...vocabulary import operands as generator
+from ...vocabulary.dtypes import BF16, F16, F32, DType
 from ..memory import matrix_array
 from ..operation import Descriptor, Operation, PublicCall, Sample
 from ..problem import Operands

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arithmetic.binary32 import Array, Binary32, add, canonical, fma, round_to
-from ...dtypes import BF16, F16, F32, DType, from_numpy
 from ...errors import ContractUnsupported, ShapeError
+from ...vocabulary.arithmetic.binary32 import Array, Binary32, add, canonical, fma, round_to
+from ...vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 from .problem import RowKind
 
 __all__ = ["aligned_sum", "exponential", "logarithm", "rows"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from ...call import Call
-from ...dtypes import INDICES, DType
+from ...dispatch.call import Call
+from ...dispatch.plan import FREE_ROWS, Planned, new_plan, plans, result_type, result_view
 from ...errors import ArgumentError, DTypeError, ShapeError
-from ...plan import FREE_ROWS, Planned, new_plan, plans, result_type, result_view
 from ...tensors import TensorView, dtype_argument
 from ...tensors.types import OUTPUTS
+from ...vocabulary.dtypes import INDICES, DType
 from .problem import scatter_sum_problem
 
 __all__ = ["scatter_sum"]
@@ -54,7 +54,8 @@ def scatter_sum(
     if backend is not None and type(backend) is not str:
         raise ArgumentError(f"backend={backend!r} must be a backend's name or None")
     dtype = None if out_dtype is None else dtype_argument(out_dtype)
-    return call.complete(_plan(*call.views, _row_count(rows, call.out), call.out, dtype, accumulate, backend))
+    values, places = call.views
+    return call.complete(_plan(values, places, _row_count(rows, call.out), call.out, dtype, accumulate, backend))
 
 
 def _row_count(rows: Any, out: TensorView | None) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ... import operands as generator
-from ...dtypes import BF16, F16, F32, INDICES, DType
 from ...tensors.types import OUTPUTS
 from ...tensors.view import TensorView
+from ...vocabulary import operands as generator
+from ...vocabulary.dtypes import BF16, F16, F32, INDICES, DType
 from ..memory import matrix_array, vector_array
 from ..operation import Operation, PublicCall, Sample
 from ..problem import Operands

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import api, rows
-from ...contracts import get_contract
+from ...vocabulary.contracts import get_contract
 from . import eager
 from .broadcasting import sum_to
 

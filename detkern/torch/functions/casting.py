@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...dtypes import DTYPES
 from ...tensors import dtype_argument
+from ...vocabulary.dtypes import DTYPES
 
 __all__ = ["OPERANDS", "autocast", "torch_dtype"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from ... import api
-from ...backend import Execution
-from ...dtypes import E4M3, DType
+from ...dispatch.backend import Execution
+from ...dispatch.plan import Planned
 from ...errors import DetkernError
 from ...operations.bias_gradient.checks import plan_column_sum
 from ...operations.gemm.checks import GEMM, LINEAR, Names, plan_product
-from ...plan import Planned
 from ...tensors import Device, TensorView, contiguous_strides
 from ...tensors.torch import torch_adapter
 from ...tensors.types import OUTPUTS, dtype_argument
+from ...vocabulary.dtypes import E4M3, DType
 from .route import TYPES
 
 __all__ = ["bias_gradient", "linear", "matmul"]

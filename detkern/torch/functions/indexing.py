@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, ShapeError
-from . import functional, route
+from . import functional
 from .broadcasting import expanded
 from .scattered import rows_summed, rows_taken
 
@@ -129,7 +129,13 @@ def take(x: torch.Tensor, key: Any, *, backend: str | None = None) -> torch.Tens
 
 
 def index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, backend: str | None = None
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: float = 1,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """torch.index_add by `detkern.scatter_sum`: each chain starts at x's value and goes over index ascending, in binary32; one
     rounding to x's type.
@@ -178,7 +184,9 @@ def scatter_add(
         ShapeError: src does not fit. IndexError, RuntimeError: PyTorch's, for an index that there is not.
     """
     if src.dim() != index.dim() or any(n > have for n, have in zip(index.shape, src.shape, strict=True)):
-        raise ShapeError(f"src {list(src.shape)} must have the dimensions of index {list(index.shape)}, and its sizes at least")
+        raise ShapeError(
+            f"src {list(src.shape)} must have the dimensions of index {list(index.shape)}, and its sizes at least"
+        )
     where = _combined(x.shape, index.device, lambda coordinates: torch.gather(coordinates, dim, index))
     added = src[tuple(slice(0, n) for n in index.shape)]
     total = rows_summed(added.reshape(-1), where.reshape(-1), x.numel(), initial=x.reshape(-1), backend=backend)

@@ -15,12 +15,12 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
 
-from ... import registry
 from ...config import configured_contract
-from ...contracts import get_contract
-from ...dtypes import DTYPES, DType
+from ...dispatch import registry
 from ...tensors import Device
 from ...tensors.torch import torch_adapter
+from ...vocabulary.contracts import get_contract
+from ...vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
     "TYPES",

@@ -129,9 +129,7 @@ def _batched_take(
     return taken.reshape(*index.shape, *x.shape[1:]), 0
 
 
-def _sum(
-    source: Any, index: Any, rows: int, ignored: int, initial: Any, out_dtype: Any, backend: Any
-) -> Any:
+def _sum(source: Any, index: Any, rows: int, ignored: int, initial: Any, out_dtype: Any, backend: Any) -> Any:
     index, flat = _named(index, ignored), _flat(source)
     if initial is None:
         total = scatter_sum(flat, index, rows, out_dtype=out_dtype, backend=backend)
@@ -141,9 +139,7 @@ def _sum(
     return total.reshape(rows, *source.shape[1:])
 
 
-def _fake_sum(
-    source: Any, index: Any, rows: Any, ignored: int, initial: Any, out_dtype: Any, backend: Any
-) -> Any:
+def _fake_sum(source: Any, index: Any, rows: Any, ignored: int, initial: Any, out_dtype: Any, backend: Any) -> Any:
     dtype = out_dtype or (source if initial is None else initial).dtype
     return source.new_empty((rows, *source.shape[1:]), dtype=dtype)
 
@@ -176,15 +172,27 @@ def _sum_jvp(ctx: Any, dsource: Any, dindex: Any, drows: Any, dignored: Any, din
 
 
 def _batched_sum(
-    call: Any, size: int, dims: Sequence[Any], source: Any, index: Any, rows: Any, ignored: int, initial: Any, *settings: Any
+    call: Any,
+    size: int,
+    dims: Sequence[Any],
+    source: Any,
+    index: Any,
+    rows: Any,
+    ignored: int,
+    initial: Any,
+    *settings: Any,
 ) -> tuple[Any, int]:
     if dims[1] is None:
         # A batch is more columns.
-        source = source.unsqueeze(1).expand(-1, size, *source.shape[1:]) if dims[0] is None else source.movedim(dims[0], 1)
+        source = (
+            source.unsqueeze(1).expand(-1, size, *source.shape[1:]) if dims[0] is None else source.movedim(dims[0], 1)
+        )
         if initial is not None:
             along = dims[4]
             initial = (
-                initial.unsqueeze(1).expand(-1, size, *initial.shape[1:]) if along is None else initial.movedim(along, 1)
+                initial.unsqueeze(1).expand(-1, size, *initial.shape[1:])
+                if along is None
+                else initial.movedim(along, 1)
             )
         return call(source, index, rows, ignored, initial, *settings), 1
     if initial is None:
@@ -192,7 +200,12 @@ def _batched_sum(
             lambda s, i: call(s, i, rows, ignored, None, *settings), size, (dims[0], dims[1]), source, index
         )
     return batching.each(
-        lambda s, i, start: call(s, i, rows, ignored, start, *settings), size, (dims[0], dims[1], dims[4]), source, index, initial
+        lambda s, i, start: call(s, i, rows, ignored, start, *settings),
+        size,
+        (dims[0], dims[1], dims[4]),
+        source,
+        index,
+        initial,
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...contracts import get_contract
 from ...errors import ArgumentError
+from ...vocabulary.contracts import get_contract
 from ..functions import main_grads, route
 from ..functions.casting import torch_dtype
 from ..functions.functional import linear

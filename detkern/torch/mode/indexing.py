@@ -127,9 +127,7 @@ def _repeat_interleave(
     return indexing.index_select(x, d, torch.repeat_interleave(places, repeats, output_size=output_size))
 
 
-def _index_add(
-    mode: Any, input: Any, dim: Any, index: Any, source: Any, *, alpha: Any = 1, out: Any = None
-) -> Any:
+def _index_add(mode: Any, input: Any, dim: Any, index: Any, source: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if not mode.covers("index_add", input, source) or input.dtype != source.dtype or type(dim) is not int:
         return NotImplemented
     if input.dim() == 0 or index.dim() > 1 or not -input.dim() <= dim < input.dim():
@@ -150,7 +148,15 @@ def _scatter_add(mode: Any, input: Any, dim: Any, index: Any, src: Any, *, out: 
 
 
 def _scatter(
-    mode: Any, input: Any, dim: Any, index: Any, src: Any = None, *, reduce: Any = None, value: Any = None, out: Any = None
+    mode: Any,
+    input: Any,
+    dim: Any,
+    index: Any,
+    src: Any = None,
+    *,
+    reduce: Any = None,
+    value: Any = None,
+    out: Any = None,
 ) -> Any:
     if reduce is None:
         return _PLAIN

@@ -9,11 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ... import registry
-from ...contracts import get_contract
-from ...dtypes import DTYPES
+from ...dispatch import registry
 from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
+from ...vocabulary.contracts import get_contract
+from ...vocabulary.dtypes import DTYPES
 from . import coverage, indexing
 from .decorating import decorated
 from .watch import Watch

@@ -20,15 +20,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from . import cache, operands
+from ..errors import DetkernError
+from ..files import cache
+from ..operations.memory import host_view
+from ..operations.operation import Operation, Sample, replayed
+from ..tensors.execution import Execution
+from ..tensors.view import TensorView
+from ..vocabulary import operands
+from ..vocabulary.contracts import Contract
+from ..vocabulary.dtypes import DType
 from .backend import Implementation
-from .contracts import Contract
-from .dtypes import DType
-from .errors import DetkernError
-from .operations.memory import host_view
-from .operations.operation import Operation, Sample, replayed
-from .tensors.execution import Execution
-from .tensors.view import TensorView
 
 __all__ = [
     "CheckedDevice",

@@ -8,9 +8,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from . import config
-from .abi.build import cache_folder
-from .errors import BuildError
+from .. import config
+from ..abi.build import cache_folder
+from ..errors import BuildError
 
 __all__ = ["folder", "keep"]
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
-from .dtypes import BF16, F16, DType
+from ..vocabulary.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
+from ..vocabulary.dtypes import BF16, F16, DType
 
 __all__ = ["TABLE", "Offer", "Package", "Row", "install", "named", "old_driver", "row"]
 
@@ -226,7 +226,7 @@ TABLE: tuple[Row, ...] = (
         # The vector unit multiplies, then adds: no fused multiply-add of binary32 operands can be made of that.
         offers=(Offer(FMA, ("ascend", "cpu"), types=(F16, BF16)), Offer(TREE, ("ascend", "cpu"))),
     ),
-    Row("native", "detkern.native", ("cpu", "cuda"), dispatched=False),
+    Row("native", "detkern.dispatch.native", ("cpu", "cuda"), dispatched=False),
 )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..config import configured_contract
+from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported
+from ..tensors import device_of, dtype_argument
+from ..vocabulary.contracts import Contract, get_contract
+from ..vocabulary.dtypes import BF16, F16, F32, DType
 from . import registry
-from .config import configured_contract
-from .contracts import Contract, get_contract
-from .dtypes import BF16, F16, F32, DType
-from .errors import ArgumentError, BackendUnavailable, ContractUnsupported
-from .tensors import device_of, dtype_argument
 
 __all__ = ["LAYOUTS", "preload"]
 

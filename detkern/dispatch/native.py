@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import DeviceError
+from ..operations.gemm.problem import GemmProblem
+from ..operations.matrix import Matrix
+from ..operations.problem import Operands
+from ..tensors import Device, TensorView
+from ..tensors.numpy import ndarray_of
+from ..tensors.streams import cupy_runtime, cupy_stream
+from ..vocabulary.dtypes import BF16
 from .backend import Execution, Implementation, Kernel, Run
-from .dtypes import BF16
-from .errors import DeviceError
-from .operations.gemm.problem import GemmProblem
-from .operations.matrix import Matrix
-from .operations.problem import Operands
-from .tensors import Device, TensorView
-from .tensors.numpy import ndarray_of
-from .tensors.streams import cupy_runtime, cupy_stream
 
 __all__ = ["BACKEND"]
 
 
 class _Product:
-    """detkern.backend.Implementation of products."""
+    """detkern.dispatch.backend.Implementation of products."""
 
     def refuses(self, problem: GemmProblem) -> str | None:
         return None
@@ -49,7 +49,7 @@ class _Product:
 
 
 class _Native:
-    """detkern.backend.Backend over whatever framework the operands belong to."""
+    """detkern.dispatch.backend.Backend over whatever framework the operands belong to."""
 
     name = "native"
     deterministic = False

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .operations.problem import Operands, Problem
-from .tensors.execution import Execution
-from .tensors.view import Device, TensorView
+from ..operations.problem import Operands, Problem
+from ..tensors.execution import Execution
+from ..tensors.view import Device, TensorView
 
 __all__ = ["Backend", "Execution", "Implementation", "Kernel", "Run"]
 

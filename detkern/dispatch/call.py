@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from .dtypes import F32, I32, I64
-from .errors import ArgumentError, DeviceError, DTypeError
+from ..errors import ArgumentError, DeviceError, DTypeError
+from ..tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
+from ..tensors.overlap import overlapping
+from ..tensors.types import refuse_type
+from ..vocabulary.dtypes import F32, I32, I64
 from .plan import Planned
-from .tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
-from .tensors.overlap import overlapping
-from .tensors.types import refuse_type
 
 __all__ = ["Call", "rehearse"]
 

@@ -6,16 +6,16 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
+from ..operations.problem import Problem
+from ..tensors import Device
+from ..vocabulary.contracts import Contract, default_contract
+from ..vocabulary.dtypes import DType
 from .backend import Backend, Implementation
-from .contracts import Contract, default_contract
-from .dtypes import DType
-from .errors import ArgumentError, BackendUnavailable, ContractUnsupported, DeviceError
-from .operations.problem import Problem
 from .requirements import TABLE, Row
-from .tensors import Device
 
 if TYPE_CHECKING:
-    from .operations.operation import Operation
+    from ..operations.operation import Operation
 
 __all__ = [
     "TABLE",
@@ -67,7 +67,7 @@ def contract_for(dtype: DType, device: Device, asked: Contract | None, configure
 
 def operations(backend: Backend) -> list[str]:
     """The names of the operations that a backend implements."""
-    from .operations.table import OPERATIONS  # where it is asked: no call needs it
+    from ..operations.table import OPERATIONS  # where it is asked: no call needs it
 
     return [operation.name for operation in OPERATIONS if operation.problem in backend.implementations]
 
@@ -171,7 +171,7 @@ def computed(backend: Backend, operation: Operation[Any], device: Device) -> lis
 
 def offered(contract: Contract, dtype: DType, device: Device, name: str | None) -> bool:
     """Whether a backend that dispatch may choose, or the one named, computes products by a contract on a device."""
-    from .operations.gemm.operation import GEMM
+    from ..operations.gemm.operation import GEMM
 
     problem = GEMM.example(contract.name, dtype, device)
     for row in TABLE:

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, Generic, TypeVar
 
+from ..errors import ArgumentError, DTypeError, ShapeError
+from ..operations.problem import Operands, Problem
+from ..tensors import Device, TensorView, contiguous_strides
+from ..tensors.overlap import self_overlapping
+from ..tensors.types import OUTPUTS
+from ..vocabulary.dtypes import F32, DType
 from . import registry
 from .backend import Backend, Execution, Implementation
-from .dtypes import F32, DType
-from .errors import ArgumentError, DTypeError, ShapeError
-from .operations.problem import Operands, Problem
 from .plan_cache import PlanCache
-from .tensors import Device, TensorView, contiguous_strides
-from .tensors.overlap import self_overlapping
-from .tensors.types import OUTPUTS
 
 __all__ = [
     "FREE_COLUMNS",

@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError
 from .dtypes import BF16, E4M3, E5M2, F16, F32, DType
-from .errors import ArgumentError
 
 __all__ = ["KINDS", "VERSION", "Array", "digest", "generate"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import ContractUnsupported
 from .dtypes import BF16, E4M3, E5M2, F16, F32, DType
-from .errors import ContractUnsupported
 
 __all__ = ["CONTRACTS", "Contract", "TensorCoreStep", "default_contract", "get_contract"]
 

@@ -1,0 +1,1 @@
+"""From a public call to a backend's kernel: calls, plans, the registry, requirements, the self-check."""

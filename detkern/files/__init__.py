@@ -1,0 +1,1 @@
+"""Where built and compiled binaries are kept, and how they are sealed."""

@@ -1,0 +1,1 @@
+"""What everything is said in: types, contracts, exact arithmetic, operands for tests."""
