@@ -63,14 +63,17 @@ DETKERN_INLINE uint32_t exclusive_sum(uint32_t value, uint32_t* warp_sums) {
 // The pairs of a tile, a run of 32 * ITEMS for each warp, in order: item i of a lane is number 32 * i + lane of the run.
 struct Pairs {
   uint32_t key[ITEMS], source[ITEMS];
-  uint32_t place[ITEMS];  // among those of the tile with its digit
+  uint32_t places[ITEMS / 2];  // among those of the tile with its digit, two in a word
+
+  DETKERN_INLINE uint32_t place(int i) const { return i % 2 == 0 ? places[i / 2] & 0xffff : places[i / 2] >> 16; }
 };
+static_assert(ITEMS % 2 == 0 && TILE <= 65536, "16 bits for a place");
 
 DETKERN_INLINE int number_in_tile(int item) {
   return thread_index() / 32 * 32 * ITEMS + 32 * item + thread_index() % 32;
 }
 
-// Finds `place` of the first `count` pairs of the tile. Afterwards counters[warp][digit] is what stands before the warp's own
+// Finds the places of the first `count` pairs of the tile. Afterwards counters[warp][digit] is what stands before the warp's own
 // in the tile, and the digit's total comes back to the thread of its number.
 DETKERN_INLINE uint32_t find_places(Pairs& pairs, int64_t count, int shift, uint32_t (*counters)[DIGITS]) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
@@ -82,7 +85,8 @@ DETKERN_INLINE uint32_t find_places(Pairs& pairs, int64_t count, int shift, uint
     const int digit = there ? digit_of(pairs.key[i], shift) : DIGITS;
     const uint32_t peers = __match_any_sync(0xffffffffu, digit);
     const uint32_t before = there ? counters[warp][digit] : 0;
-    pairs.place[i] = before + __popc(peers & ((1u << lane) - 1));
+    const uint32_t place = before + __popc(peers & ((1u << lane) - 1));
+    pairs.places[i / 2] = i % 2 == 0 ? place : pairs.places[i / 2] | place << 16;
     __syncwarp();
     if (there && lane == __ffs(peers) - 1) counters[warp][digit] = before + __popc(peers);
     __syncwarp();
@@ -152,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
     for (int i = 0; i < ITEMS; ++i) {
       if (first + number_in_tile(i) < p.m) {
         const int digit = digit_of(pairs.key[i], p.shift);
-        const uint32_t place = starts[digit] + counters[thread / 32][digit] + pairs.place[i];
+        const uint32_t place = starts[digit] + counters[thread / 32][digit] + pairs.place(i);
         p.keys_out[place] = pairs.key[i];
         p.sources_out[place] = pairs.source[i];
       }
@@ -182,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
       for (int i = 0; i < ITEMS; ++i) {
         if (number_in_tile(i) < p.m) {
           const int digit = digit_of(pairs.key[i], shift);
-          const uint32_t place = starts[digit] + counters[thread / 32][digit] + pairs.place[i];
+          const uint32_t place = starts[digit] + counters[thread / 32][digit] + pairs.place(i);
           to_keys[place] = pairs.key[i];
           to_sources[place] = pairs.source[i];
         }

@@ -38,8 +38,8 @@ _PLANS = 256
 LONG, WIDTH, STAGE_BYTES, STAGES, THREADS, DIGITS = 64, 128, 8192, 4, 256, 256
 _ALL, _COUNT, _SCAN, _MOVE = range(4)
 # Threads, and pairs of each, by phase.
-_SHAPES = {_ALL: (1024, 8), _COUNT: (256, 16), _SCAN: (256, 16), _MOVE: (256, 16)}
-_ONE_TILE, _TILE = 1024 * 8, 256 * 16
+_SHAPES = {_ALL: (1024, 4), _COUNT: (256, 16), _SCAN: (256, 16), _MOVE: (256, 16)}
+_ONE_TILE, _TILE = 1024 * 4, 256 * 16
 # Pieces of 16 bytes, or elements, of a task: 16 for each thread.
 _TASK = 16 * THREADS
 
