@@ -13,6 +13,8 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+import itertools
+
 import cu_blocks
 
 import detkern.cu
@@ -46,7 +48,9 @@ def test_constants_are_those_of_the_kernel_files() -> None:
     for name in ("LONG", "WIDTH"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(scatter_sum, name)
     assert f"constexpr int STAGE = {scatter_sum.STAGE_BYTES} / SIZE;" in text
-    phases = re.search(r"ALL = (\d), COUNT = (\d), SCAN = (\d), MOVE = (\d)", (FOLDER / scatter_sum.SORT_SOURCE).read_text())
+    phases = re.search(
+        r"ALL = (\d), COUNT = (\d), SCAN = (\d), MOVE = (\d)", (FOLDER / scatter_sum.SORT_SOURCE).read_text()
+    )
     assert [int(digit) for digit in phases.groups()] == [0, 1, 2, 3]
 
 
@@ -144,10 +148,10 @@ def test_scratch_memory_holds_what_is_kept_there(monkeypatch: pytest.MonkeyPatch
         (size,) = driver.scratch
         tiles = -(-m // 4096)
         blocks = [block for name, _, block in launches if name.startswith("scatter_sort")]
-        needs = {name: 4 * m for name in ("keys_in", "sources_in", "keys_out", "sources_out")}
+        needs = dict.fromkeys(("keys_in", "sources_in", "keys_out", "sources_out"), 4 * m)
         needs |= {"counts": 4 * 256 * tiles, "totals": 4 * 256}
         spans = sorted((blocks[0][name], blocks[0][name] + need) for name, need in needs.items())
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert spans[0][0] >= 1 << 20
         assert spans[-1][1] <= (1 << 20) + size
         assert all(start % 4 == 0 for start, _ in spans)
@@ -214,7 +218,9 @@ def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_the_driver_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver(monkeypatch)
     cu_blocks.faults(monkeypatch)
-    with pytest.raises(DeviceError, match=r"cuda:1 reported an illegal address at the scattered sum of m=5, n=3 to 4 rows"):
+    with pytest.raises(
+        DeviceError, match=r"cuda:1 reported an illegal address at the scattered sum of m=5, n=3 to 4 rows"
+    ):
         driver.run(_problem(5, 3, 4))
 
 
