@@ -173,7 +173,11 @@ def test_compiled() -> None:
 
     def step(weight: Any) -> Any:
         y = dt.embedding(tokens, weight, 1)
-        return dt.index_add(weight, 0, tokens.reshape(-1), source).sum() + (y * y).sum() + dt.index_select(weight, 1, tokens[0]).sum()
+        return (
+            dt.index_add(weight, 0, tokens.reshape(-1), source).sum()
+            + (y * y).sum()
+            + dt.index_select(weight, 1, tokens[0]).sum()
+        )
 
     found = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -210,7 +214,10 @@ def test_transforms() -> None:
         for order in (lambda f: f, torch.func.grad):
             ours, theirs = (
                 torch.vmap(order(f), dims)(*given)
-                for f in (lambda x, i: (dt.index_select(x, 0, i) ** 2).sum(), lambda x, i: (x.index_select(0, i) ** 2).sum())
+                for f in (
+                    lambda x, i: (dt.index_select(x, 0, i) ** 2).sum(),
+                    lambda x, i: (x.index_select(0, i) ** 2).sum(),
+                )
             )
             assert torch.equal(ours, theirs), dims
 

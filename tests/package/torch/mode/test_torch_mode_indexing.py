@@ -114,20 +114,20 @@ def test_in_place_it_is_the_same_tensor_also_of_a_part() -> None:
         (lambda w: F.embedding(INDEX, w, sparse=True), r"embedding \(sparse\)"),
         (lambda w: F.embedding(INDEX, w, scale_grad_by_freq=True), r"embedding \(scale_grad_by_freq\)"),
         (lambda w: F.embedding_bag(INDEX.reshape(10, 30), w), "embedding_bag"),
-        (lambda w: torch.nn.EmbeddingBag(5, 4)(INDEX.reshape(10, 30)) + w[0], "embedding_bag"),
         (lambda w: w.scatter_reduce(0, EACH, DY, "mean"), r"scatter_reduce \(reduce='mean'\)"),
         (lambda w: w.scatter_reduce(0, EACH, DY, "sum", include_self=False), r"scatter_reduce \(reduce='sum'\)"),
         (lambda w: w.index_reduce(0, INDEX, DY, "mean"), "index_reduce"),
         (lambda w: F.embedding(INDEX, w.double()), r"embedding \(torch\.float64\)"),
     ],
 )
-def test_what_is_not_covered_is_refused_and_otherwise_pytorchs(call: Callable[[Any], Any], said: str) -> None:
+def test_what_is_not_covered_is_refused_and_otherwise_pytorchs(
+    call: Callable[[Any], Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detkern.torch.mode.mode, "_said", set())  # a warning is given once
     weight = tensor("normal", F32, (5, 4), 2, grad=True)
     with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match=said):
         call(weight)
-    torch.manual_seed(0)
     theirs = call(weight)
-    torch.manual_seed(0)
     with batch_invariant_mode(), pytest.warns(UserWarning, match=said):
         assert torch.equal(call(weight), theirs)
 
@@ -152,7 +152,11 @@ def test_uses_without_a_sum_are_pytorchs() -> None:
         assert torch.zeros(5).index_put_((torch.tensor([1]),), torch.ones(1)).tolist() == [0, 1, 0, 0, 0]
         assert torch.zeros(5).index_put((torch.tensor([1]),), torch.ones(1), False).tolist() == [0, 1, 0, 0, 0]
         assert torch.zeros(5, dtype=torch.int64).index_add(0, INDEX, INDEX).sum() == INDEX.sum()
-        assert torch.zeros(3).scatter_reduce(0, torch.tensor([1, 1]), torch.tensor([2.0, 3]), "amax").tolist() == [0, 3, 0]
+        assert torch.zeros(3).scatter_reduce(0, torch.tensor([1, 1]), torch.tensor([2.0, 3]), "amax").tolist() == [
+            0,
+            3,
+            0,
+        ]
         assert F.gumbel_softmax(x, hard=True).sum() == 5
         out = torch.empty(M, 4)
         assert torch.index_select(x, 0, INDEX, out=out) is out
@@ -168,9 +172,11 @@ def test_compiled_the_same_bits() -> None:
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         x = tensor("wide", F32, (5, 4), 2, grad=True)
         with batch_invariant_mode(strict=True):
-            y = F.embedding(INDEX, x, 1) if function is step else torch.compile(
-                lambda x: F.embedding(INDEX, x, 1), fullgraph=True, backend="aot_eager"
-            )(x)
+            y = (
+                F.embedding(INDEX, x, 1)
+                if function is step
+                else torch.compile(lambda x: F.embedding(INDEX, x, 1), fullgraph=True, backend="aot_eager")(x)
+            )
             z = function(x.detach())
         y.backward(DY)
         found.append((x.grad, z))
