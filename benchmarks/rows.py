@@ -127,9 +127,10 @@ def measured(names: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def sources() -> list[Path]:
     """What the kernel is made of, and what chooses its tile."""
-    folder = records.ROOT / "detkern" / "cu"
-    names = ("rows.cu", "team.cuh", "exponential.cuh", "ptx.cuh", "params.cuh", "rows.py")
-    return [folder / name for name in names]
+    from detkern.cu import loader, rows
+
+    kernel = [loader.FOLDER / name for name, _ in loader.read_sources(rows.SOURCE)]
+    return sorted([*kernel, Path(rows.__file__)])
 
 
 def main() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from detkern.abi import mirror
+from detkern.cu import loader
 from detkern.cu.device import CudaDevice
 from detkern.dispatch.backend import Execution
 from detkern.tensors import Device, TensorView
@@ -23,7 +23,7 @@ _TYPES = {"void*": ("Q", 8), "uint32_t*": ("Q", 8), "int64_t": ("q", 8), "int32_
 def fields(module: ModuleType, struct: str, source: str | None = None) -> dict[str, tuple[int, str]]:
     """name -> (offset, struct format) of `struct` in the file of the module's kernel, or another one, laid out as C does; and
     its size."""
-    text = re.sub(r"//.*", "", (Path(module.__file__).parent / (source or module.SOURCE)).read_text())
+    text = re.sub(r"//.*", "", (loader.FOLDER / (source or module.SOURCE)).read_text())
     found_rank = re.search(r"MAX_SUM_RANK = (\d+);", text)
     rank = int(found_rank[1]) if found_rank else 0
     assert not rank or rank == module.MAX_SUM_RANK == mirror.MAX_SUM_RANK

@@ -47,7 +47,7 @@ def slug(gpu: str) -> str:
 def cuda_sources() -> list[Path]:
     """The kernel sources and tile tables of the CUDA backend."""
     folder = ROOT / "detkern" / "cu"
-    return sorted([*folder.glob("*.cu"), *folder.glob("*.cuh"), *folder.glob("tiles/*.json")])
+    return sorted([*folder.glob("kernels/**/*.cu"), *folder.glob("kernels/**/*.cuh"), *folder.glob("tiles/*.json")])
 
 
 # Of the CUDA backend's kernels those that are in no matrix product.

@@ -16,7 +16,7 @@ from detkern.measure import records
 
 FOLDER = Path(gpu_tests.__file__).parent
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text())
-ON_A_CPU = {"cpu_gemm", "drawn_report", "fit", "gemm_report", "records", "rows_accuracy"}
+ON_A_CPU = {"cpu_gemm", "drawn_report", "fit", "gemm_report", "machine_code", "records", "rekey", "rows_accuracy"}
 # What needs PyTorch, and with which arguments where it is not what the script does first.
 WITH_TORCH = {name: [] for name in SCRIPTS if name not in (ON_A_CPU - {"rows_accuracy"}) | {"gpu_tests"}}
 WITH_TORCH |= {"torch_linear": ["--cpu"]}

@@ -15,9 +15,8 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import cu_blocks
 
-import detkern.cu
 from detkern import config
-from detkern.cu import column_sum, implementation
+from detkern.cu import column_sum, implementation, loader
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Load
@@ -31,7 +30,7 @@ from detkern.tensors import TensorView, contiguous_strides
 from detkern.vocabulary import operands
 from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, DType
 
-KERNEL = Path(detkern.cu.__file__).parent / column_sum.SOURCE
+KERNEL = loader.FOLDER / column_sum.SOURCE
 DEVICE = cu_blocks.DEVICE
 
 

@@ -1,4 +1,4 @@
-"""What the Hopper kernels copy into a stage, modelled after pipeline.cuh and wgmma.cuh, against the maps and the launch that
+"""What the Hopper kernels copy into a stage, modelled after pipeline.cuh and operand_tile.cuh, against the maps and the launch that
 geometry.py gives: every element of every stage is the operand's, or zero outside it, and a barrier counts every byte."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Copy = tuple[int, tuple[int, int, int, int]]  # where in the tile, in bytes; coo
 
 @dataclass(frozen=True)
 class TmaTile:
-    """wgmma.cuh's: `rows` of m or n by `extent_k`, in boxes of 64 beside one another."""
+    """operand_tile.cuh's: `rows` of m or n by `extent_k`, in boxes of 64 beside one another."""
 
     mn_rows: bool
     rows: int

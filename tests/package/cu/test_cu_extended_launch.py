@@ -200,7 +200,7 @@ def _launch(
 ) -> Launch:
     a, b, out = _views(**sizes)
     problem = gemm_problem(contract, a, b, out, bias, False)
-    chosen = launch.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
+    chosen = geometry.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
     launch.launch(problem, a, b, out, bias, Execution(DEVICE, 0x1234, _allocate), None if tile is None else chosen)
     return chosen
 
@@ -236,6 +236,67 @@ def test_a_plan_keeps_its_maps(bindings: cu_driver.Bindings, runtime: Runtime) -
     assert len(bindings.launches) == 3
     assert len(bindings.maps) == 3
     assert len(launches.plans) == 1
+
+
+def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    """Parameters, maps and configuration; of few rows, of tiles that are swapped, and of other prefetch_bytes."""
+    execution = Execution(DEVICE, 0x1234, _allocate)
+
+    def launched(launches: launch.Launches, m: int) -> tuple[Any, ...]:
+        a, b, out = _views(m=m, n=n, k=k)
+        launches(m, (a, b, None), out, execution)
+        plan, one = launches.plans.get(m), bindings.launches[-1]
+        assert plan is not None
+        seen.append((plan.swapped, plan.launch.prefetch_bytes))
+        made = one.configuration
+        about = (made.gridDimX, made.blockDimX, made.sharedMemBytes, made.hStream, made.numAttrs)
+        return about, one.params, [bindings.maps[number] for number in one.maps]
+
+    for n, k in ((512, 320), (8192, 14336), (4096, 7168)):
+        seen: list[tuple[bool, int]] = []
+        shared = launch.Launches(_problem(n=n, k=k))
+        for m in (7, 8, 100, 139, 2, 1000, 64, 9999, 3, 128, 129, 40, 144):
+            assert launched(shared, m) == launched(launch.Launches(_problem(m=m, n=n, k=k)), m)
+        if k > 320:
+            assert len({swapped for swapped, _ in seen}) == len({min(size, 1 << 16) for _, size in seen}) == 2, k
+
+
+def test_a_tiles_parameters_are_those_of_each_number_of_rows() -> None:
+    """Whichever came first: prefetch_bytes, whole boxes and m differ where rows are one tile, more or fewer."""
+    sizes = {"n": 8192, "k": 14336}
+    wide = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma" and not tile.shares)
+    turned = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.by_tma and tile.swapped)
+    facts = CudaDevice(1, "fake", "", (9, 0), 132, "1")
+    for tile in (wide, turned):
+        layout, asked = launch.Layout(_problem(m=300, **sizes), facts), set()
+        for m in (tile["TILE_M"], 1000, tile["TILE_N"], tile["TILE_M"] - 1, tile["TILE_M"] + 1, 500):
+            problem = _problem(m=m, **sizes)
+            chosen = geometry.launch_for(problem, tile, 132)
+            asked.add(chosen.prefetch_bytes)
+            alone = launch.pack_params(geometry.oriented(problem, tile), chosen.maps, chosen.prefetch_bytes)
+            assert layout.params(problem, chosen) == alone
+        assert len(asked) == (1 if tile.swapped else 2)
+
+
+def test_the_map_of_a_weight_is_made_once_for_a_tile(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    launches, tiles = launch.Launches(_problem()), set()
+    for m in range(2, 600):
+        a, b, out = _views(m=m)
+        launches(m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
+        plan = launches.plans.get(m)
+        assert plan is not None
+        tiles.add(plan.launch.tile)
+    assert len(tiles) > 2
+    assert sum(arguments[2] == B for arguments in bindings.maps) == len(tiles)
+
+
+def test_plans_of_one_grid_have_one_configuration(bindings: cu_driver.Bindings, runtime: Runtime) -> None:
+    launches = launch.Launches(_problem())
+    for m in range(5000, 5040):
+        a, b, out = _views(m=m)
+        launches(m, (a, b, None), out, Execution(DEVICE, 0x1234, _allocate))
+    made = {id(one.configuration): one.configuration for one in bindings.launches}
+    assert len(made) == len({(one.gridDimX, one.blockDimX, one.sharedMemBytes) for one in made.values()}) < 10
 
 
 def test_what_the_driver_answers_is_in_the_device_error(bindings: cu_driver.Bindings, runtime: Runtime) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detkern.cu import geometry
+from detkern.cu import geometry, loader
 from detkern.cu.geometry import Load, Tile, launch_for, load_paths
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import gemm_problem
@@ -26,7 +26,6 @@ if shutil.which("g++") is None:
 from detkern.cu.launch import pack_params
 
 EMULATION = Path(__file__).parents[2] / "emulation"
-SOURCES = Path(geometry.__file__).parent
 DEVICE = Device("cuda", 0)
 TILES = [tile for tile in geometry.tiles_for(FMA, F32) if tile.table == "fma_narrow"]
 # Every tile and pair of load paths; the operand types, of which the 16-bit ones have another element, go round.
@@ -38,21 +37,21 @@ CASES = [
 
 
 def _compiled(folder: Path, tile: Tile, loads: tuple[Load, Load], dtype: DType) -> ctypes.CDLL:
-    """The kernel's own files beside the host's ptx.cuh."""
-    for source in SOURCES.glob("*.cu*"):
-        if source.name != "ptx.cuh":
-            shutil.copy(source, folder)
+    """The kernel's own files, with the host's PTX for that of ptx/."""
+    shutil.copytree(loader.FOLDER, folder, dirs_exist_ok=True)
     for source in (EMULATION / "cuda" / "ptx.cuh", EMULATION / "cuda" / "kernel.cpp", EMULATION / "fibers.h"):
         shutil.copy(source, folder)
-    # The host's own names of the integer types are there already.
-    params = folder / "params.cuh"
-    params.write_text("".join(x for x in params.read_text().splitlines(True) if not x.startswith("typedef")))
+    for header in (folder / "ptx").glob("*.cuh"):
+        lines = header.read_text().splitlines(True) if header.name == "types.cuh" else []
+        # The host has its own names of the integer types.
+        kept = [line for line in lines if not line.startswith(("typedef", "#define DETKERN_INLINE"))]
+        header.write_text("".join(["#include <cstdint>\n", *kept, '#include "ptx.cuh"\n']))
     build = geometry.build_for(FMA, dtype, tile, *loads)
     library = folder / "kernel.so"
     command = [
         "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fpermissive", "-w", "-U_FORTIFY_SOURCE",
         f'-DKERNEL="{build.source}"', *(f"-D{name}={value}" for name, value in build.macros),
-        str(folder / "kernel.cpp"), "-o", str(library),
+        f"-I{folder}", str(folder / "kernel.cpp"), "-o", str(library),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,7 @@ from detkern.cu import ahead, geometry
 from detkern.cu.geometry import (
     SHARED_A,
     SHARED_B,
+    Chooser,
     Load,
     Tile,
     candidates,
@@ -576,3 +579,40 @@ def test_what_is_compiled_ahead_is_all_that_a_choice_may_need(contract: Contract
             b = _view((1024, size), b_layout[0], operand, b_layout[1])
             out = _view((size, size), (size, 1), operand)
             assert choose(gemm_problem(contract, a, b, out, None, False), HOPPER, 132).build in known
+
+
+_KINDS = {
+    "linear": {"loads": (Load.K_MAJOR, Load.K_MAJOR)},
+    "gemm": {"loads": (Load.K_MAJOR, Load.MN_MAJOR)},
+    "a turned": {"loads": (Load.MN_MAJOR, Load.K_MAJOR)},
+    "f32 out": {"loads": (Load.K_MAJOR, Load.K_MAJOR), "out_dtype": F32},
+    "batch": {"loads": (Load.K_MAJOR, Load.K_MAJOR), "batch": (5,)},
+    "strided": {"loads": (Load.STRIDED, Load.K_MAJOR)},
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("contract", [MMA16, TREE_MMA16, FMA], ids=str)
+def test_a_layout_launches_each_m_as_if_it_had_come_alone(kind: str, contract: Contract) -> None:
+    """Whatever m came before, and whichever the layout was made with."""
+    rng = random.Random(kind)
+    for n, k in ((1536, 4096), (24, 200), (8192, 1000)):
+        first, *others = (_laid_out(contract, m, n, k, **_KINDS[kind]) for m in (2, 300, 9000))
+        # One layout is one layout: strides do not say how many rows there are.
+        layouts = [Chooser(base, HOPPER, 132) for base in (first, *(replace(first, m=other.m) for other in others))]
+        for m in (*rng.sample(range(2, 70), 12), *rng.sample(range(70, 20_000), 12)):
+            problem = replace(first, m=m)
+            alone = choose(problem, HOPPER, 132)
+            for layout in layouts:
+                assert layout(problem) == alone
+            assert alone == launch_for(problem, alone.tile, 132)
+            if alone.maps is not None:
+                at = load_paths(problem)[0] == Load.K_MAJOR
+                assert (alone.maps.b if alone.tile.swapped else alone.maps.a).sizes[at] == m
+
+
+def test_a_choice_is_made_for_so_many_rows_as_there_are_and_a_multiple_of_8() -> None:
+    """Every m up to 64; above, multiples of 8 and what is between two of them."""
+    for m in (*range(1, 400), 1023, 1024, 1025, 2**31 - 1):
+        whole, rows = geometry._rows_of_choice(geometry._choice(m))
+        assert (whole, rows) == ((m, m) if m <= 64 else (m // 8 * 8, -(-m // 8) * 8))

@@ -17,9 +17,8 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 import cu_blocks
 
 import detkern.cpu
-import detkern.cu
 from detkern import config
-from detkern.cu import implementation, rows
+from detkern.cu import implementation, loader, rows
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
 from detkern.cu.rows import RowLoad, RowTile
@@ -32,8 +31,7 @@ from detkern.operations.rows.problem import RowKind, RowProblem, row_problem
 from detkern.tensors import TensorView, contiguous_strides
 from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
-FOLDER = Path(detkern.cu.__file__).parent
-KERNEL = FOLDER / rows.SOURCE
+KERNEL = loader.FOLDER / rows.SOURCE
 DEVICE = cu_blocks.DEVICE
 
 
@@ -91,7 +89,7 @@ def test_the_constants_are_the_cpus() -> None:
             float.fromhex(number) for number in re.findall(r"value[^;]*?(-?0x1[\w.]*p[-+]?\d+|1\.0(?=f))f\)?;", body)
         ]
 
-    cuda = (FOLDER / "exponential.cuh").read_text()
+    cuda = (loader.FOLDER / "parts" / "exponential.cuh").read_text()
     cpp = (Path(detkern.cpu.__file__).parent / "exponential.h").read_text()
     assert numbers(cuda, "exponential_parts") == [float(c) for c in numpy_rows.EXP_COEFFICIENTS]
     scaled = cuda.split("float scaled_exponential(")[1].split("\n}")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ import itertools
 
 import cu_blocks
 
-import detkern.cu
-from detkern.cu import scatter_sum
+from detkern.cu import loader, scatter_sum
 from detkern.cu.device import CudaDevice
 from detkern.dispatch.backend import Execution
 from detkern.errors import DeviceError
@@ -27,7 +25,7 @@ from detkern.tensors import TensorView, contiguous_strides
 from detkern.vocabulary.dtypes import BF16, E4M3, F16, F32, I32, I64, DType
 
 DEVICE = cu_blocks.DEVICE
-FOLDER = Path(detkern.cu.__file__).parent
+FOLDER = loader.FOLDER
 
 
 def _view(

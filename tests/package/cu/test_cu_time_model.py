@@ -97,3 +97,21 @@ def test_a_swapped_tile_has_the_transposes_rows() -> None:
     plain = times_us(prepare(shape, expected, Product(640, 4096, KK, (False, False), False, False), 132), 1280)[0]
     swapped = times_us(prepare(shape, expected, Product(1280, 4096, KK, (False, False), False, False), 132), 640)[1]
     assert swapped == pytest.approx(plain, rel=1e-9)
+
+
+@pytest.mark.parametrize("k", [100, 4096])
+def test_the_times_of_many_m_are_those_of_each(k: int) -> None:
+    """To the last bit: a tile must not depend on the m that it is chosen beside."""
+    for n, about in itertools.product((24, 4096, 128_256), ({}, {"batch": 7})):
+        prepared = prepare(SHAPES, STORED, Product(n, k, KK, (False, False), False, False, **about), 132)
+        for rows in (
+            (1, 1, 2, 3, 17, 63),
+            (200, 256, 256, 264),
+            (248, 256, 264),
+            (300, 4096, 90_000),
+            (90_000, 90_008),
+        ):
+            found = time_model.times_us_of_each(prepared, rows)
+            assert found.shape == (len(rows), len(TABLE))
+            for m, times in zip(rows, found, strict=True):
+                assert times.tobytes() == times_us(prepared, m).tobytes()

@@ -37,6 +37,24 @@ def test_one_that_is_used_all_along_outlives_any_number_that_are_used_once() -> 
         assert len(plans) <= 8
 
 
+def test_what_goes_is_given_back_one_by_one() -> None:
+    """A hundred at once would be a call that takes as long as ten."""
+
+    class Plan:
+        def __del__(self) -> None:
+            gone.append(self)
+
+    gone: list[object] = []
+    plans: PlanCache[int, Plan] = PlanCache(64)
+    for key in range(1000):
+        before = len(gone)
+        plans.keep(key, Plan())
+        assert len(gone) - before <= 2
+        assert key + 1 - len(gone) <= 64 + 32, "half as many again as are found, at most"
+    plans.clear()
+    assert len(gone) == 1000
+
+
 class _Key:
     """Hashed in Python, and so slowly that another thread comes in between."""
 

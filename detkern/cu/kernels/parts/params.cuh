@@ -1,19 +1,10 @@
-// The one argument of every GEMM kernel, passed by value as __grid_constant__. cu/launch.py packs the same fields in
+// The one argument of every GEMM kernel, passed by value as __grid_constant__. launch.py packs the same fields in
 // the same order; strides are in elements of the operand's own type, of any sign, zero where broadcast.
 #pragma once
 
-typedef signed char int8_t;
-typedef unsigned char uint8_t;
-typedef unsigned short uint16_t;
-typedef int int32_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-typedef unsigned long long uint64_t;
+#include "ptx/types.cuh"
 
 constexpr int MAX_BATCH_RANK = 8;
-
-// The values of detkern_dtype in abi/abi.h.
-enum DType : int32_t { NONE = 0, F32 = 1, F16 = 2, BF16 = 3, E4M3 = 4, E5M2 = 5 };
 
 // How an operand's tile comes from global memory.
 enum Load : int32_t {

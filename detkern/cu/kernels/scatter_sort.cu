@@ -8,7 +8,7 @@
 // Launch   THREADS threads. Grid: 1 for ALL, 256 for SCAN, the tiles for COUNT and MOVE.
 // Memory   SMEM_BYTES of dynamic shared memory: counters of every warp, and for ALL the pairs of the tile. Scratch: two
 //          arrays each of keys and of sources, 256 counters a tile, 256 totals.
-#include "ptx.cuh"
+#include "ptx/registers.cuh"
 
 constexpr int ALL = 0, COUNT = 1, SCAN = 2, MOVE = 3;
 constexpr int DIGITS = 256, WARPS = THREADS / 32, TILE = THREADS * ITEMS;

@@ -4,7 +4,7 @@
 // else: DETKERN_D_<N> are their N / 2 numbers in the text, DETKERN_OUT_<N> the operands.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/types.cuh"
 
 #define DETKERN_D_8 "%0, %1, %2, %3"
 #define DETKERN_D_16 DETKERN_D_8 ", %4, %5, %6, %7"
@@ -120,4 +120,16 @@ DETKERN_INLINE void wgmma(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
   DETKERN_WIDTH(240, 120, 121, 122, 123, 124)
   DETKERN_WIDTH(248, 124, 125, 126, 127, 128)
   DETKERN_WIDTH(256, 128, 129, 130, 131, 132)
+}
+
+// Orders this warp group's accesses to registers before its next wgmma (9.7.15.7.1).
+DETKERN_INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DETKERN_INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING of the warp group's latest groups are in flight; what earlier ones wrote is complete
+// then.
+template <int PENDING>
+DETKERN_INLINE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }

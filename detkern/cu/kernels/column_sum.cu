@@ -15,11 +15,14 @@
 //          rows' offsets; STRIDED: the same, a line 4 bytes longer.
 // Loads    MN_MAJOR wants the pointer, the row stride and the batch strides at multiples of 16 bytes; K_MAJOR the
 //          pointer and the column stride, and no batch. A line may end anywhere.
-#include "ptx.cuh"
+#include "parts/params.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 constexpr int MAX_SUM_RANK = 62;  // as DETKERN_MAX_SUM_RANK in abi/abi.h
 
-// cu/column_sum.py packs the same fields in the same order; strides are in elements, of any sign.
+// column_sum.py packs the same fields in the same order; strides are in elements, of any sign.
 struct ColumnSumParams {
   const void* dc;
   void* out;

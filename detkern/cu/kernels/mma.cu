@@ -11,8 +11,12 @@
 //                                 WARPS_M * WARPS_N * 64 * (TILE_N / WARPS_N + 8)). Scratch: none.
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, MMA_K,
 // CTAS_PER_SM, SMEM_BYTES.
-#include "mma_epilogue.cuh"
-#include "mma_tile.cuh"
+#include "parts/mma_epilogue.cuh"
+#include "parts/mma_tile.cuh"
+#include "parts/params.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/registers.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int WARP_M = TILE_M / WARPS_M;

@@ -7,9 +7,10 @@
 // the row.
 #pragma once
 
-#include "load.cuh"
-#include "schedule.cuh"
-#include "wgmma_instruction.cuh"
+#include "parts/load.cuh"
+#include "parts/params.cuh"
+#include "parts/schedule.cuh"
+#include "ptx/tma.cuh"
 
 constexpr int ATOM = 64;  // elements of a row of an atom
 constexpr int ATOM_ROW_BYTES = 128;
@@ -73,22 +74,3 @@ struct TmaTile {
     }
   }
 };
-
-// Orders this warp group's accesses to registers before its next wgmma (9.7.15.7.1).
-DETKERN_INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-DETKERN_INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Waits until at most PENDING of the warp group's latest groups are in flight; what earlier ones wrote is complete
-// then.
-template <int PENDING>
-DETKERN_INLINE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// Keeps a compiler from moving accesses to accumulators across the place where it stands.
-template <int COUNT>
-DETKERN_INLINE void hold(float (&acc)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}

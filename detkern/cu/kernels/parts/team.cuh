@@ -3,7 +3,8 @@
 // not depend on it.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
 
 // The larger of two, or NaN where one is.
 DETKERN_INLINE float larger(float x, float y) {

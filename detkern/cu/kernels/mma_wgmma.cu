@@ -19,14 +19,22 @@
 // Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + 4 * consumers * SLAB_BYTES + 16 * STAGES + 1024
 // (to align the ring): the ring, a slab a consuming warp for the outputs, the mbarriers.
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
-// is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of wgmma_instruction.cuh; of
+// is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of ptx/wgmma.cuh; of
 // 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; SLAB_BOXES (of 64 columns, that a warp's slab holds, where
 // TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1:
 // binary32 outputs in rows of pairs and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few columns of tiles);
 // CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose, STRIDED_OUT is 0, GROUP_M 64,
 // IN_TURN 0); SMEM_BYTES; for tests JITTER (pipeline.cuh).
-#include "mma_epilogue.cuh"
-#include "pipeline.cuh"
+#include "parts/mma_epilogue.cuh"
+#include "parts/params.cuh"
+#include "parts/pipeline.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 #ifndef SWAPPED
 #define SWAPPED 0

@@ -5,7 +5,7 @@
 // left children MergeLevels keeps.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/types.cuh"
 
 template <uint32_t NODE_LEAVES>
 class NodeWalk {

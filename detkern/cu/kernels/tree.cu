@@ -13,9 +13,13 @@
 //          initialised: grid.x * max(0, ceil(log2(max(1, ceil(k / 32)))) - SHARED_LEVELS) * TILE_M * TILE_N * 2 bytes.
 // Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of
 //          16 bytes; a line may end anywhere.
-#include "epilogue.cuh"
-#include "merge.cuh"
-#include "simt.cuh"
+#include "parts/epilogue.cuh"
+#include "parts/merge.cuh"
+#include "parts/params.cuh"
+#include "parts/simt.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 using Layout = ThreadLayout<TILE_M, TILE_N, WARPS_M, WARPS_N>;
 using MainLoop = SimtMainLoop<OPERAND, LOAD_A, LOAD_B, 2, TILE_K, Layout, TILE_M, TILE_N, THREADS>;

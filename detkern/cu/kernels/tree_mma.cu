@@ -13,10 +13,15 @@
 // L = ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (Load), TILE_M, TILE_N, TILE_K, STAGES, WARPS_M, WARPS_N, SHARED_LEVELS,
 // CTAS_PER_SM, SMEM_BYTES.
-#include "merge.cuh"
-#include "mma_epilogue.cuh"
-#include "mma_tile.cuh"
-#include "node_walk.cuh"
+#include "parts/merge.cuh"
+#include "parts/mma_epilogue.cuh"
+#include "parts/mma_tile.cuh"
+#include "parts/node_walk.cuh"
+#include "parts/params.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int WARP_M = TILE_M / WARPS_M;

@@ -5,8 +5,12 @@
 // their bytes, and `empty`, on which each consuming warp arrives once it has read the stage.
 #pragma once
 
-#include "schedule.cuh"
-#include "wgmma.cuh"
+#include "parts/operand_tile.cuh"
+#include "parts/params.cuh"
+#include "parts/schedule.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
 
 // For tests: 1 makes both roles sleep at random, 2 also empties a stage before it is read, which must show.
 #ifndef JITTER

@@ -5,7 +5,7 @@
 // TILE_N).
 #pragma once
 
-#include "ptx.cuh"
+#include "parts/params.cuh"
 
 struct OutputTile {
   int64_t batch;  // linear index over batch_shape

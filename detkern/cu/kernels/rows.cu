@@ -17,8 +17,12 @@
 // Loads    VECTOR wants column stride 1 and, of two operands, rows that begin equally far past a multiple of 16 bytes.
 //          STRIDED goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer
 //          than columns.
-#include "exponential.cuh"
-#include "team.cuh"
+#include "parts/exponential.cuh"
+#include "parts/team.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 enum Kind {
   SUM = 1,
@@ -36,7 +40,7 @@ constexpr int VECTOR = 1, ACROSS = 2;
 constexpr int MAX_SUM_RANK = 62;  // as DETKERN_MAX_SUM_RANK in abi/abi.h
 constexpr int FRACTION_BITS = 43;  // of a sum's largest term
 
-// cu/rows.py packs the same fields in the same order; strides are in elements, of any sign.
+// rows.py packs the same fields in the same order; strides are in elements, of any sign.
 struct RowParams {
   const void* a;
   const void* b;

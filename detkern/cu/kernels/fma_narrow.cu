@@ -19,8 +19,13 @@
 // K        The last stage is filled up with zeros, and their products are added: fma(+0, +0, acc) is acc, but for
 //          acc = -0, which it makes the +0 that the finished accumulator's + 0 makes of it anyway. A NaN that a fused
 //          multiply-add gave is the canonical one before and after.
-#include "epilogue.cuh"
-#include "simt.cuh"
+#include "parts/epilogue.cuh"
+#include "parts/params.cuh"
+#include "parts/simt.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 using Element = StorageOf<OPERAND>::type;
 

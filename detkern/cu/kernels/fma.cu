@@ -10,8 +10,11 @@
 // Memory   SMEM_BYTES = 8 * TILE_K * (TILE_M + TILE_N) of dynamic shared memory (two stages in binary32); no scratch.
 // Loads    K_MAJOR and MN_MAJOR want the pointer, the line stride and the batch strides of the operand at multiples of
 //          16 bytes; a line may end anywhere.
-#include "epilogue.cuh"
-#include "simt.cuh"
+#include "parts/epilogue.cuh"
+#include "parts/params.cuh"
+#include "parts/simt.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/registers.cuh"
 
 using Layout = ThreadLayout<TILE_M, TILE_N, WARPS_M, WARPS_N>;
 // As measured on an H200 with the largest tile; the small ones have no registers to spare.

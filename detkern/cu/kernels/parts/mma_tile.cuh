@@ -6,7 +6,9 @@
 // and the eight that write one row touch all 32 banks.
 #pragma once
 
-#include "load.cuh"
+#include "parts/load.cuh"
+#include "parts/params.cuh"
+#include "ptx/mma.cuh"
 
 template <int LOAD, int EXTENT_MN, int EXTENT_K>
 struct TileLayout {

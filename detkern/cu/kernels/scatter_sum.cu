@@ -12,7 +12,9 @@
 // Launch   THREADS threads, any grid (x alone): a CTA takes task blockIdx.x and every gridDim.x-th after it.
 // Memory   SMEM_BYTES of dynamic shared memory: STAGES stages of 8 KiB.
 // Loads    VECTOR wants the pointer and the row stride at multiples of 16 bytes and adjacent columns.
-#include "ptx.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int PIECE = VECTOR ? 16 / SIZE : 1;  // columns of a thread

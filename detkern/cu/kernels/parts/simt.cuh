@@ -7,7 +7,10 @@
 // outputs, as 4 x 4 blocks spread over the warp's tile, so that a warp reads whole banks and writes whole sectors.
 #pragma once
 
-#include "ptx.cuh"
+#include "parts/params.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 template <int DTYPE>
 struct StorageOf {

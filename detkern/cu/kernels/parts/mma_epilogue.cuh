@@ -6,8 +6,11 @@
 // are registers, are written out for each block. RowPair: 16-bit outputs of Hopper's kernels.
 #pragma once
 
-#include "epilogue.cuh"
-#include "load.cuh"
+#include "parts/epilogue.cuh"
+#include "parts/load.cuh"
+#include "parts/params.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/registers.cuh"
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
 // + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next

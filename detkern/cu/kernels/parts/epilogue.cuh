@@ -4,7 +4,10 @@
 // give the canonical NaN.
 #pragma once
 
-#include "schedule.cuh"
+#include "parts/params.cuh"
+#include "parts/schedule.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
 
 // Of those that are there, the bias numbered `index`; else zero, which changes no bit after the +0.
 DETKERN_INLINE float bias_at(const GemmParams& p, int64_t index, int64_t count) {

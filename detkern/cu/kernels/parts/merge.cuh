@@ -13,7 +13,9 @@
 // A thread reads what it wrote itself, so no barrier is needed.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
 
 // The position in a tree of `leaves` leaves (at least 1; their k would fill 2^38 bytes before 32 bits overflow), walked
 // leaf by leaf: each step is taken beside 32 k of products, and 64 bits would be a percent of them.

@@ -2,7 +2,7 @@
 // the contract, in its order; what is left out where it cannot matter is said.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx/types.cuh"
 
 constexpr float LOG2_E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
 constexpr float ROUNDER = 0x1.8p+23f;  // added to a small number, it leaves that number's integer in the low bits

@@ -17,10 +17,17 @@
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
 // leaves), STAGES (best a multiple of 4: Leaves), GROUPS_M, GROUPS_N, SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1),
 // SMEM_BYTES; for tests JITTER (pipeline.cuh).
-#include "merge.cuh"
-#include "mma_epilogue.cuh"
-#include "node_walk.cuh"
-#include "pipeline.cuh"
+#include "parts/merge.cuh"
+#include "parts/mma_epilogue.cuh"
+#include "parts/node_walk.cuh"
+#include "parts/params.cuh"
+#include "parts/pipeline.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/numbers.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 
 constexpr int GROUP = 128;  // threads of a warp group
 constexpr int CONSUMERS = GROUPS_M * GROUPS_N;
