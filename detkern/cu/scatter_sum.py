@@ -24,7 +24,7 @@ from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
 
 __all__ = [
-    "LONG", "OPERANDS", "SORT_SOURCE", "SOURCE", "Phase", "ScatterSums", "Work", "builds", "sort_build", "sort_phases",
+    "OPERANDS", "SORT_SOURCE", "SOURCE", "Phase", "ScatterSums", "Work", "builds", "sort_build", "sort_phases",
     "sum_build", "takes_pieces", "work_for",
 ]  # fmt: skip
 
@@ -35,17 +35,20 @@ _GRID_LIMIT = 2**31 - 1  # blocks along x
 _PLANS = 256
 
 # Constants of the kernel files.
-LONG, WIDTH, STAGE_BYTES, STAGES, THREADS, DIGITS = 64, 128, 8192, 4, 256, 256
+WIDTH, STAGE_BYTES, STAGES, THREADS, DIGITS = 128, 8192, 4, 256, 256
 _ALL, _COUNT, _SCAN, _MOVE = range(4)
 # Threads, and pairs of each, by phase.
 _SHAPES = {_ALL: (1024, 4), _COUNT: (256, 16), _SCAN: (256, 16), _MOVE: (256, 16)}
 _ONE_TILE, _TILE = 1024 * 4, 256 * 16
+# A row with more sources is summed by CTAs of its own. One thread sums 16 pieces one after the other, so what its chains take
+# must be little beside the whole; the CTAs that look for such rows must be few beside it, of many sources.
+_FEW, _FEW_OF_MANY, _MANY = 16, 64, 1 << 16
 # Pieces of 16 bytes, or elements, of a task: 16 for each thread.
 _TASK = 16 * THREADS
 
 # SortParams of scatter_sort.cu and ScatterParams of scatter_sum.cu: pointers, then sizes, strides, codes.
 _SORT = struct.Struct("<7Q4q4i")
-_SUM = struct.Struct("<4Q12q4i")
+_SUM = struct.Struct("<4Q13q4i")
 
 
 def sort_build(phase: int) -> KernelBuild:
@@ -111,6 +114,7 @@ class Work:
     """How the sums are divided: the fields of ScatterParams of these names, and the scratch bytes of the sort."""
 
     width: int
+    few: int
     long_tasks: int
     tasks: int
     units: int
@@ -128,14 +132,15 @@ def work_for(problem: ScatterSumProblem) -> Work:
     m, n = problem.m, problem.n
     piece = 16 // problem.source.dtype.itemsize if takes_pieces(problem) else 1
     width = min(WIDTH, max(piece, 1 << (n - 1).bit_length()))
-    long_tasks = -(-m // LONG) * -(-n // width)
+    few = _FEW if m <= _MANY else _FEW_OF_MANY
+    long_tasks = -(-m // few) * -(-n // width)
     across = -(-n // piece)
     pieces = min(across, _TASK)
     column_tasks = -(-across // pieces)
     total = m if problem.accumulate else problem.rows
     units = max(1, min(_TASK // pieces, total))
     tasks = long_tasks + -(-total // units) * column_tasks
-    return Work(width, long_tasks, tasks, units, pieces, column_tasks, _places(m)[-1])
+    return Work(width, few, long_tasks, tasks, units, pieces, column_tasks, _places(m)[-1])
 
 
 def _places(m: int) -> tuple[int, ...]:
@@ -229,7 +234,7 @@ def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView
             source.pointer, out.pointer, keys, sources,
             problem.m, problem.n, problem.rows,
             problem.source.row_stride, problem.source.col_stride, problem.out.row_stride, problem.out.col_stride,
-            work.long_tasks, work.tasks, work.units, work.pieces, work.column_tasks,
+            work.few, work.long_tasks, work.tasks, work.units, work.pieces, work.column_tasks,
             problem.out.dtype.code, int(problem.accumulate), int(_out_pieces(problem)), work.width,
         ),
         stream,

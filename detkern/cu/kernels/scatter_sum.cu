@@ -3,7 +3,7 @@
 // end. f32, f16 and bf16 sources. scatter_sort.cu has put the sources in order: `keys` are their rows, ascending, and
 // `sources` their numbers, ascending within a row. No chain is ever split, so no geometry changes a bit.
 //
-// A row that more than LONG sources name has CTAs of its own, one for WIDTH columns, which fill a ring of stages ahead of the
+// A row that more than `few` sources name has CTAs of its own, one for WIDTH columns, which fill a ring of stages ahead of the
 // additions: they come first, so that the rest of the grid (without `out` to start from, mostly zeros to be written) hides
 // their time. Of the other rows one thread makes the chain of a piece of columns.
 //
@@ -18,8 +18,7 @@
 
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int PIECE = VECTOR ? 16 / SIZE : 1;  // columns of a thread
-constexpr int LONG = 64;                       // as in cu/scatter_sum.py
-constexpr int WIDTH = 128;
+constexpr int WIDTH = 128;  // as in cu/scatter_sum.py
 constexpr int STAGE = 8192 / SIZE;  // elements
 constexpr int LOADS = STAGE / PIECE / THREADS;
 constexpr int AHEAD = 4;  // sources of a short chain that are read at once
@@ -35,7 +34,8 @@ struct ScatterParams {
   int64_t m, n, rows;
   int64_t source_row, source_col;
   int64_t out_row, out_col;
-  int64_t long_tasks;    // those of rows with more than LONG sources, which come first
+  int64_t few;           // a row with more sources has tasks of its own
+  int64_t long_tasks;    // those of such rows, which come first
   int64_t tasks;         // in all
   int64_t units;         // of a task: rows of out, or where it accumulates places in the order of the sources
   int64_t pieces;        // columns of a task, in pieces
@@ -95,7 +95,7 @@ DETKERN_INLINE int64_t lower_bound(const uint32_t* keys, int64_t low, int64_t hi
 }
 
 DETKERN_INLINE bool is_long(const ScatterParams& p, int64_t first, uint32_t row) {
-  return first + LONG < p.m && p.keys[first + LONG] == row;
+  return first + p.few < p.m && p.keys[first + p.few] == row;
 }
 
 // ---- elements -----------------------------------------------------------------------------------------------------
@@ -373,14 +373,14 @@ class Ring {
 };
 
 DETKERN_INLINE void many_sources(const ScatterParams& p, char* shared, int64_t task) {
-  // Of the places that are multiples of LONG a row with more than LONG sources has one or more: the first one's CTAs take it.
+  // Of the places that are multiples of `few` a row with more sources has one or more: the first one's CTAs take it.
   const int64_t chunks = (p.n + p.width - 1) / p.width;
-  const int64_t place = task / chunks * LONG, column0 = task % chunks * p.width;
+  const int64_t place = task / chunks * p.few, column0 = task % chunks * p.width;
   const uint32_t row = p.keys[place];
-  if (row >= p.rows || (place > 0 && p.keys[place - LONG] == row)) return;
-  const int64_t first = warp_lower_bound(p.keys, place > LONG ? place - LONG : 0, place, row);
+  if (row >= p.rows || (place > 0 && p.keys[place - p.few] == row)) return;
+  const int64_t first = warp_lower_bound(p.keys, place > p.few ? place - p.few : 0, place, row);
   if (!is_long(p, first, row)) return;
-  const int64_t last = warp_lower_bound(p.keys, first + LONG, p.m, row + 1);
+  const int64_t last = warp_lower_bound(p.keys, first + p.few, p.m, row + 1);
 
   Ring ring(p, shared, first, last, column0);
   const int64_t column = column0 + thread_index();

@@ -43,8 +43,7 @@ def _problem(
 
 def test_constants_are_those_of_the_kernel_files() -> None:
     text = (FOLDER / scatter_sum.SOURCE).read_text()
-    for name in ("LONG", "WIDTH"):
-        assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(scatter_sum, name)
+    assert int(re.search(r"constexpr int WIDTH = (\d+);", text)[1]) == scatter_sum.WIDTH
     assert f"constexpr int STAGE = {scatter_sum.STAGE_BYTES} / SIZE;" in text
     phases = re.search(
         r"ALL = (\d), COUNT = (\d), SCAN = (\d), MOVE = (\d)", (FOLDER / scatter_sum.SORT_SOURCE).read_text()
@@ -169,7 +168,7 @@ def test_tasks_cover_every_element_once(accumulate: bool) -> None:
             assert work.width & (work.width - 1) == 0
             assert piece <= work.width <= scatter_sum.WIDTH
             assert work.width >= min(n, scatter_sum.WIDTH)
-            assert work.long_tasks == -(-m // scatter_sum.LONG) * -(-n // work.width)
+            assert work.long_tasks == -(-m // work.few) * -(-n // work.width)
             assert 1 <= work.grid <= 2**31 - 1
 
 
