@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, pointwise, products, reductions
+from . import attention, broadcasting, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
@@ -58,7 +58,7 @@ def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _summing() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS})
+    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS, **indexing.HANDLERS})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
@@ -69,11 +69,12 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
+    found[F.embedding] = indexing.functional_embedding
     return found
 
 
 def _elementwise() -> dict[Any, Callable[..., Any]]:
-    found = _by_function(pointwise.HANDLERS)
+    found = _by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE})
     found[F.silu] = pointwise.functional_silu
     for name in broadcasting.NAMES:
         for place in (torch, torch.Tensor):
@@ -102,6 +103,7 @@ _UNCOVERED = """
     mkldnn_linear _mkldnn_linear _weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear
     smm sspaddmm hspmm _sparse_mm _sparse_addmm sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_linear
     _sparse_semi_structured_mm _sparse_semi_structured_addmm
+    embedding_bag _embedding_bag _embedding_bag_forward_only index_reduce index_reduce_
 """
 UNCOVERED = frozenset(_UNCOVERED.split())
 

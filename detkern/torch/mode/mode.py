@@ -14,7 +14,7 @@ from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
-from . import coverage
+from . import coverage, indexing
 from .decorating import decorated
 from .watch import Watch
 
@@ -27,7 +27,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 _DEVICES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
-_ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention")
+_ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
 _said: set[tuple[str, str]] = set()
