@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 SHAPES = ((4096, 4096), (32, 151_936))
 TYPES = ("float32", "bfloat16")
@@ -127,9 +127,10 @@ def measured(names: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def sources() -> list[Path]:
     """What the kernel is made of, and what chooses its tile."""
-    folder = records.ROOT / "detkern" / "cu"
-    names = ("rows.cu", "team.cuh", "exponential.cuh", "ptx.cuh", "params.cuh", "rows.py")
-    return [folder / name for name in names]
+    from detkern.cu import loader, rows
+
+    kernel = [loader.FOLDER / name for name, _ in loader.read_sources(rows.SOURCE)]
+    return sorted([*kernel, Path(rows.__file__)])
 
 
 def main() -> int:

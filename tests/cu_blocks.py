@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from detkern.abi import mirror
+from detkern.cu import loader
 from detkern.cu.device import CudaDevice
 from detkern.dispatch.backend import Execution
 from detkern.tensors import Device, TensorView
@@ -22,7 +22,7 @@ _TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
 
 def fields(module: ModuleType, struct: str) -> dict[str, tuple[int, str]]:
     """name -> (offset, struct format) of `struct` in the file of the module's kernel, laid out as C does; and its size."""
-    text = re.sub(r"//.*", "", (Path(module.__file__).parent / module.SOURCE).read_text())
+    text = re.sub(r"//.*", "", (loader.FOLDER / module.SOURCE).read_text())
     rank = int(re.search(r"MAX_SUM_RANK = (\d+);", text)[1])
     assert rank == module.MAX_SUM_RANK == mirror.MAX_SUM_RANK
     body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL)[1]

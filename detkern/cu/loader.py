@@ -34,7 +34,7 @@ __all__ = [
 
 _log = logging.getLogger("detkern")
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "kernels"  # from which all includes are named
 # What sources call the kernel. Each build renames it, so that a profiler's list says what ran.
 ENTRY = "detkern_kernel"
 # -fmad=false: a product and a sum are never contracted, so every fused multiply-add is one that the kernel wrote.
@@ -46,7 +46,7 @@ _SPECIFIC = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 @dataclass(frozen=True, slots=True)
 class KernelBuild:
-    """One compilation: a file of this folder and its macros, in the order given. name: what of the kernel a profiler should
+    """One compilation: a file of kernels/ and its macros, in the order given. name: what of the kernel a profiler should
     show, in any characters."""
 
     source: str

@@ -1,0 +1,171 @@
+"""Whether two commits compile to the same kernels: `python -m benchmarks.machine_code COMMIT`.
+
+Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a. The PTX of every build is
+compared first: ptxas is a function of it, so equal PTX is equal machine code. Where PTX differs, and of a seeded sample beside
+the smallest and the largest tile of each kernel and pair of load paths, the machine code itself is compared: the sections of
+the cubin with the instructions, constants and what the driver is told of registers and shared memory. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["compare", "machine_code", "sections"]
+
+ROOT = Path(__file__).resolve().parent.parent
+PTX, CUBIN = "compute_90a", "sm_90a"
+# Of a kernel: its instructions, its constants, and what the driver is told of registers and shared memory.
+_CODE = (".text.", ".nv.constant", ".nv.info", ".nv.shared")
+
+
+def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+    """The sections of a 64-bit ELF file: name and content."""
+    offset, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
+    headers = [struct.unpack_from("<IIQQQQ", image, offset + number * size) for number in range(count)]
+    strings = image[headers[names][4] :]
+    for name, kind, _, _, start, length in headers:
+        label = strings[name : strings.index(b"\0", name)].decode()
+        yield label, b"" if kind == 8 else image[start : start + length]  # SHT_NOBITS has none in the file
+
+
+def machine_code(image: bytes) -> bytes:
+    """Of a cubin what a device runs, with nothing that says where it came from."""
+    return b"".join(name.encode() + b"\0" + code for name, code in sorted(sections(image)) if name.startswith(_CODE))
+
+
+def _digest(build: Any, architecture: str) -> str:
+    from detkern.cu.loader import compile_kernel
+
+    image, _ = compile_kernel(build, architecture)
+    return hashlib.sha256(image if architecture == PTX else machine_code(image)).hexdigest()
+
+
+def every_build() -> dict[str, Any]:
+    """The builds of this process's detkern for compute capability 9.0, by what they are compiled with."""
+    from detkern.cu import ahead, column_sum, rows
+    from detkern.cu.backend import offered
+
+    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
+    return {str(build): build for build in found}
+
+
+def sampled(names: Iterable[str], count: int, seed: int = 1) -> list[str]:
+    """The smallest and the largest tile of each kernel and pair of load paths, and `count` others."""
+    ordered = sorted(names)
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for name in ordered:
+        kinds.setdefault((name.partition(" ")[0], *re.findall(r"-DLOAD\w*=\d", name)), []).append(name)
+
+    def size(name: str) -> tuple[int, int]:
+        sides = [int(side) for side in re.findall(r"-DTILE_[MN]=(\d+)", name)]
+        return (sides[0] * sides[1] if len(sides) == 2 else sum(sides), len(name))
+
+    ends = {pick(of_kind, key=size) for of_kind in kinds.values() for pick in (min, max)}
+    rest = [name for name in ordered if name not in ends]
+    return sorted(ends) + random.Random(seed).sample(rest, min(count, len(rest)))
+
+
+def _print_digests(architecture: str, names: list[str] | None, processes: int) -> None:
+    """What a child does, with another tree's detkern: a line of JSON a build."""
+    builds = every_build()
+    wanted = builds if names is None else {name: builds[name] for name in names}
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        running = {pool.submit(_digest, build, architecture): name for name, build in wanted.items()}
+        for done in concurrent.futures.as_completed(running):
+            print(json.dumps([running[done], done.result()]), flush=True)
+
+
+def digests(tree: Path, architecture: str, names: list[str] | None, processes: int) -> dict[str, str]:
+    """build -> SHA-256 of what a tree compiles it to. names: of the builds, where not all."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--digests", architecture, "--processes", str(processes)]
+    done = subprocess.run(
+        command,
+        input=json.dumps(names),
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def extract(commit: str, folder: Path) -> None:
+    """Put a commit's package into a folder."""
+    archive = subprocess.run(["git", "archive", commit, "detkern"], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def compare(old: Path, new: Path, sample: int, processes: int) -> dict[str, Any]:
+    """What is the same in two trees: {"builds", "only_old", "only_new", "same_ptx", "compared", "changed"}, the last two lists of
+    builds whose machine code was compared and came out different."""
+    ptx = [digests(tree, PTX, None, processes) for tree in (old, new)]
+    both = sorted(ptx[0].keys() & ptx[1].keys())
+    differing = [name for name in both if ptx[0][name] != ptx[1][name]]
+    compared = sorted({*differing, *sampled(both, sample)})
+    code = [digests(tree, CUBIN, compared, processes) for tree in (old, new)]
+    return {
+        "builds": len(both),
+        "only_old": sorted(ptx[0].keys() - ptx[1].keys()),
+        "only_new": sorted(ptx[1].keys() - ptx[0].keys()),
+        "same_ptx": len(both) - len(differing),
+        "compared": len(compared),
+        "changed": [name for name in compared if code[0][name] != code[1][name]],
+    }
+
+
+def main() -> int:
+    """Compare; status 1 where a build is on one side alone or has other machine code."""
+    parser = argparse.ArgumentParser(description="Compare the kernels of the working tree with a commit's.")
+    parser.add_argument("commit", nargs="?", default="HEAD")
+    parser.add_argument(
+        "--sample", type=int, default=60, help="builds whose machine code is compared though PTX is equal"
+    )
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
+    parser.add_argument("--digests", metavar="ARCHITECTURE", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.digests:
+        _print_digests(arguments.digests, json.load(sys.stdin), arguments.processes)
+        return 0
+    commit = subprocess.run(
+        ["git", "rev-parse", arguments.commit], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = Path(folder) / "old", Path(folder) / "new"
+        extract(commit, old)
+        shutil.copytree(ROOT / "detkern", new / "detkern")  # it takes minutes, in which the tree may be edited
+        found = {"commit": commit, **compare(old, new, arguments.sample, arguments.processes)}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"{found['builds']} builds: {found['same_ptx']} have the same PTX; of {found['compared']} the machine code was "
+        f"compared and {len(found['changed'])} differ; {len(found['only_old'])} only in {commit[:9]}, "
+        f"{len(found['only_new'])} only here"
+    )
+    for name in found["changed"]:
+        print("changed:", name)
+    return int(bool(found["changed"] or found["only_old"] or found["only_new"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+// Warp-group matrix products of Hopper (wgmma, sm_90a): operand tiles in shared memory as TMA writes them and as
+// wgmma's descriptors know them. Section numbers are those of the PTX ISA 8.x.
+//
+// A tile is made of swizzle atoms of eight rows of 128 bytes. K_MAJOR: a row is 64 k of one m or n; panels of 64 k lie
+// one behind another, each with all of the tile's rows. MN_MAJOR: a row is 64 m or n of one k; blocks of 64 m or n lie
+// one behind another, each with all of the tile's k. In an atom the 16-byte chunks of a row are permuted by XOR with
+// the row.
+#pragma once
+
+#include "parts/load.cuh"
+#include "parts/params.cuh"
+#include "parts/schedule.cuh"
+#include "ptx/tma.cuh"
+
+constexpr int ATOM = 64;  // elements of a row of an atom
+constexpr int ATOM_ROW_BYTES = 128;
+
+// LOAD: K_MAJOR or MN_MAJOR. ROWS: of m or n, EXTENT_K: of k, in the tile.
+template <int LOAD, int ROWS, int EXTENT_K>
+struct TmaTile {
+  static constexpr bool MN_ROWS = LOAD == MN_MAJOR;
+  static constexpr int BYTES = ROWS * EXTENT_K * 2;
+  static constexpr int TRANSPOSED = MN_ROWS ? 1 : 0;
+  static constexpr int BOXES = MN_ROWS ? ROWS / ATOM : EXTENT_K / ATOM;
+  static constexpr int BOX_BYTES = BYTES / BOXES;
+  static constexpr int BOX_ROWS = BOX_BYTES / ATOM_ROW_BYTES;
+  static_assert(LOAD == K_MAJOR || LOAD == MN_MAJOR, "TMA copies contiguous rows");
+  static_assert(EXTENT_K % ATOM == 0 && ROWS % (MN_ROWS ? ATOM : 8) == 0, "a tile must be whole atoms");
+  static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
+
+  // The words of a descriptor (9.7.15.5.1.2) but for its address. Low: the offset between blocks of 64 m or n (where
+  // rows are along these); high: the offset between atoms, the swizzle of 128 bytes.
+  static constexpr uint32_t DESCRIPTOR_LOW = (MN_ROWS ? EXTENT_K * ATOM_ROW_BYTES >> 4 : 1) << 16;
+  static constexpr uint32_t DESCRIPTOR_HIGH = (8 * ATOM_ROW_BYTES >> 4) | 1u << 30;
+
+  // The offset in bytes of 16 k, numbered `step`, from row `row` on, a multiple of 8 (MN_MAJOR: of 64).
+  static constexpr DETKERN_INLINE uint32_t offset(int row, int step) {
+    return MN_ROWS ? row / ATOM * EXTENT_K * ATOM_ROW_BYTES + step * 16 * ATOM_ROW_BYTES
+                   : (step / 4 * ROWS + row) * ATOM_ROW_BYTES + step % 4 * 32;
+  }
+
+  // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of 16
+  // bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the cluster.
+  static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | (address & 0x3ffff) >> 4; }
+
+  // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these
+  // come between one wgmma and the next.
+  static DETKERN_INLINE uint64_t descriptor(uint32_t low, uint32_t offset) {
+    return static_cast<uint64_t>(DESCRIPTOR_HIGH) << 32 | (low + offset / 16);
+  }
+
+  // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
+  // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
+  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
+  // map's boxes are so large.
+  template <Copy COPY>
+  static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
+                                  uint32_t barrier, bool whole, uint32_t rank = 0) {
+    constexpr int PARTS = COPY == Copy::TO_BOTH ? 2 : 1;
+    constexpr int PART_BOXES = BOXES == 1 ? 1 : BOXES / PARTS, PART_ROWS = BOXES == 1 ? BOX_ROWS / PARTS : BOX_ROWS;
+    static_assert((BOXES == 1 || BOXES % PARTS == 0) && PART_ROWS % 8 == 0, "parts of whole atoms");
+    const int part = PARTS == 1 ? 0 : rank;
+    const int first_box = BOXES == 1 ? 0 : part * PART_BOXES, first_row = BOXES == 1 ? part * PART_ROWS : 0;
+    const int x = (MN_ROWS ? row : k) + first_box * ATOM, y = (MN_ROWS ? k : row) + first_row;
+    tile += first_box * BOX_BYTES + first_row * ATOM_ROW_BYTES;
+    if (whole) {
+      copy_tensor_box<COPY>(tile, map, 0, y, static_cast<uint32_t>(x) / ATOM, batch.outer, barrier);
+      return;
+    }
+#pragma unroll
+    for (int box = 0; box < PART_BOXES; ++box) {
+      copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, batch.inner, batch.outer,
+                            barrier);
+    }
+  }
+};

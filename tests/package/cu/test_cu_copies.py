@@ -1,0 +1,257 @@
+"""What the Hopper kernels copy into a stage, modelled after pipeline.cuh and operand_tile.cuh, against the maps and the launch that
+geometry.py gives: every element of every stage is the operand's, or zero outside it, and a barrier counts every byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from detkern.cu.geometry import (
+    SHARED_A,
+    SHARED_B,
+    Launch,
+    Load,
+    Tile,
+    launch_for,
+    load_paths,
+    oriented,
+    takes,
+    tiles_for,
+)
+from detkern.cu.tensor_map import MapShape
+from detkern.operations.gemm.problem import GemmProblem, gemm_problem
+from detkern.operations.matrix import Matrix
+from detkern.tensors import Device, TensorView
+from detkern.vocabulary.contracts import MMA16, TREE_MMA16
+from detkern.vocabulary.dtypes import BF16, F16, F32, DType
+
+ATOM = 64  # elements of a row of a box
+UNTOUCHED, ZERO = -7, -1  # instead of the address of an element
+Copy = tuple[int, tuple[int, int, int, int]]  # where in the tile, in bytes; coordinates of the box
+
+
+@dataclass(frozen=True)
+class TmaTile:
+    """operand_tile.cuh's: `rows` of m or n by `extent_k`, in boxes of 64 beside one another."""
+
+    mn_rows: bool
+    rows: int
+    extent_k: int
+
+    @property
+    def boxes(self) -> int:
+        return (self.rows if self.mn_rows else self.extent_k) // ATOM
+
+    @property
+    def box_rows(self) -> int:
+        return self.extent_k if self.mn_rows else self.rows
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.extent_k
+
+    def copies(self, row: int, k: int, batch: tuple[int, int], whole: bool, rank: int | None) -> list[Copy]:
+        """rank: of the CTA that copies half of it for both."""
+        first, count, first_row = 0, self.boxes, 0
+        if rank is not None and self.boxes > 1:
+            assert self.boxes % 2 == 0
+            first, count = rank * self.boxes // 2, self.boxes // 2
+        elif rank is not None:
+            first_row = rank * self.box_rows // 2
+        x, y = (row, k) if self.mn_rows else (k, row)
+        x, y = x + first * ATOM, y + first_row
+        target = 128 * (first * self.box_rows + first_row)
+        assert target % 1024 == 0, "the swizzle follows the address"
+        outer, inner = batch
+        if whole:
+            assert not inner
+            return [(target, (0, y, x // ATOM, outer))]
+        return [(target + 128 * box * self.box_rows, (x + box * ATOM, y, inner, outer)) for box in range(count)]
+
+
+def _copied(stage: np.ndarray, shape: MapShape, copies: list[Copy]) -> int:
+    """Put the addresses of what the copies bring where they bring it; returns their bytes."""
+    sizes, strides, box = shape.dimensions()
+    for target, (x, y, z, w) in copies:
+        across, rows, boxes = (
+            np.arange(box[0]) + x,
+            np.arange(box[1])[:, None] + y,
+            np.arange(box[2])[:, None, None] + z,
+        )
+        there = (across < sizes[0]) & (rows < sizes[1]) & (boxes < sizes[2]) & (w < sizes[3])
+        addresses = np.where(there, 2 * across + strides[0] * rows + strides[1] * boxes + strides[2] * w, ZERO).ravel()
+        place = stage[target // 2 : target // 2 + addresses.size]
+        assert (place == UNTOUCHED).all(), "two copies to one place"
+        place[:] = addresses
+    return 2 * len(copies) * int(np.prod(box))
+
+
+def _wanted(
+    tile: TmaTile, matrix: Matrix, mn: int, k_size: int, row: int, k: int, batch: tuple[int, int], present: int
+) -> np.ndarray:
+    """The address of each element of a stage by the operand's strides."""
+    boxes, lines, elements = np.arange(tile.boxes)[:, None, None], np.arange(tile.box_rows)[:, None], np.arange(ATOM)
+    along = boxes * ATOM + elements
+    at_mn, at_k = (
+        (row + along + 0 * lines, k + lines + 0 * along)
+        if tile.mn_rows
+        else (row + lines + 0 * along, k + along + 0 * lines)
+    )
+    batch_offset = sum(index * stride for index, stride in zip(batch, matrix.batch_strides, strict=False))
+    mn_stride, k_stride = matrix.row_stride, matrix.col_stride
+    addresses = 2 * (at_mn * mn_stride + at_k * k_stride + batch_offset)
+    addresses = np.where((at_mn < mn) & (at_k < k_size), addresses, ZERO)
+    if not tile.mn_rows:
+        addresses = np.where(lines < present, addresses, UNTOUCHED)
+    return addresses.ravel()
+
+
+def _turned(matrix: Matrix) -> Matrix:
+    """b with n first, as _wanted takes it."""
+    return replace(matrix, row_stride=matrix.col_stride, col_stride=matrix.row_stride)
+
+
+def _inside(start: int, extent: int, size: int, unit: int) -> int:
+    return min(start, max(size - extent + unit - 1, 0) // unit * unit)
+
+
+def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
+    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside of the
+    output as TileWalk::output() does. problem: oriented."""
+    shares = tile.shares
+    rows, columns = tile["TILE_M"], tile["TILE_N"]
+    row_unit = 8 if load_paths(problem)[0] == Load.MN_MAJOR else 1
+    column_unit = 1 if tile.swapped else 8
+    step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
+    for _ in range(3):
+        row, column = rng.randrange(-(-problem.m // step_m)) * step_m, rng.randrange(-(-problem.n // step_n)) * step_n
+        sizes = (*problem.batch, 1, 1)
+        batch = rng.randrange(sizes[0]), rng.randrange(sizes[1])
+        yield [
+            (
+                batch,
+                _inside(row + rank * rows * (shares == SHARED_B), rows, problem.m, row_unit),
+                _inside(column + rank * columns * (shares == SHARED_A), columns, problem.n, column_unit),
+            )
+            for rank in range(2 if shares else 1)
+        ]
+
+
+def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: Launch, rng: random.Random) -> None:
+    assert launch.maps is not None
+    if tile.swapped:
+        problem, loads = oriented(problem, tile), loads[::-1]
+    shares = tile.shares
+    a = TmaTile(loads[0] == Load.MN_MAJOR, tile["TILE_M"], tile["TILE_K"])
+    b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
+    whole_a, whole_b = bool(launch.maps.whole_boxes & 1), bool(launch.maps.whole_boxes & 2)
+    # What produce() derives from the sizes alone.
+    present = a.box_rows if a.mn_rows or whole_a else min(problem.m, a.box_rows)
+    expected = 2 * (a.elements // a.box_rows * present + b.elements)
+
+    def index_of(matrix: Matrix, batch: tuple[int, int]) -> tuple[int, int]:
+        """BatchIndex::of: of a dimension along which the operand is broadcast, 0."""
+        outer, inner = (
+            index * bool(stride) for index, stride in zip(batch, (*matrix.batch_strides, 0, 0), strict=False)
+        )
+        return outer, inner
+
+    for ctas in _pairs(problem, tile, rng):
+        k = rng.randrange(-(-problem.k // tile["TILE_K"])) * tile["TILE_K"]
+        stages = [(np.full(a.elements, UNTOUCHED), np.full(b.elements, UNTOUCHED)) for _ in ctas]
+        counted = [0 for _ in ctas]
+        for rank, (batch, row, column) in enumerate(ctas):
+            copies = (
+                a.copies(row, k, index_of(problem.a, batch), whole_a, rank if shares == SHARED_A else None),
+                b.copies(column, k, index_of(problem.b, batch), whole_b, rank if shares == SHARED_B else None),
+            )
+            for side, (shape, shared) in enumerate(((launch.maps.a, SHARED_A), (launch.maps.b, SHARED_B))):
+                for target in range(len(ctas)) if shares == shared else (rank,):
+                    counted[target] += _copied(stages[target][side], shape, copies[side])
+        assert counted == [expected] * len(ctas), f"{tile} {problem}"
+        for (batch, row, column), (in_a, in_b) in zip(ctas, stages, strict=True):
+            wanted = _wanted(a, problem.a, problem.m, problem.k, row, k, batch, present)
+            assert (in_a == wanted).all(), f"a of {tile} {loads} {problem}"
+            wanted = _wanted(b, _turned(problem.b), problem.n, problem.k, column, k, batch, b.box_rows)
+            assert (in_b == wanted).all(), f"b of {tile} {loads} {problem}"
+
+
+SIZES = [
+    1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 72,
+    96, 100, 128, 129, 192, 255, 256, 300, 320, 512, 1000,
+]  # fmt: skip
+LARGE = (2**31 - 1, 2**31 - 64, 2**24 + 8)
+
+
+def _operand(
+    mn: int, k: int, load: Load, batch: tuple[int, ...], rng: random.Random
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides) with m or n first."""
+    slack = rng.choice((0, 0, 8, 56, 256))
+    along, across = (k, mn) if load == Load.K_MAJOR else (mn, k)
+    line = -(-along // 8) * 8 + slack
+    strides = (line, 1) if load == Load.K_MAJOR else (1, line)
+    size = across * line
+    steps = (rng.choice((0, size)),) if len(batch) == 1 else (rng.choice((0, 7 * size + 64)), rng.choice((0, size)))
+    return (*batch, mn, k), (*steps[: len(batch)], *strides)
+
+
+def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Random) -> GemmProblem:
+    m, n, k = (rng.choice(SIZES) for _ in range(3))
+    if tile.swapped:
+        m = rng.choice([size for size in SIZES if size >= tile["TILE_N"]])
+    if rng.random() < 0.1:
+        m, n, k = rng.choice(((rng.choice(LARGE), n, k), (m, rng.choice(LARGE), k), (m, n, rng.choice(LARGE))))
+    batch = rng.choice(((), (), (2,), (7,), (3, 5)))
+    (a_shape, a_strides), (b_shape, b_strides) = (
+        _operand(m, k, loads[0], batch, rng),
+        _operand(n, k, loads[1], batch, rng),
+    )
+    line = -(-n // 8) * 8
+    out_strides = (5 * m * line + 64, m * line)[2 - len(batch) :]
+    device = Device("cuda", 0)
+    return gemm_problem(
+        MMA16 if tile.table == "mma_wgmma" else TREE_MMA16,
+        TensorView(4096, a_shape, a_strides, BF16, device),
+        TensorView(4096, (*b_shape[:-2], k, n), (*b_strides[:-2], b_strides[-1], b_strides[-2]), BF16, device),
+        TensorView(4096, (*batch, m, n), (*out_strides, line, 1), out, device),
+        None,
+        False,
+    )  # fmt: skip
+
+
+TILES = [tile for contract in (MMA16, TREE_MMA16) for tile in tiles_for(contract, BF16) if tile.by_tma]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> None:
+    rng = random.Random(str(tile))
+    checked = 0
+    for loads in sorted(tile.loads):
+        for _ in range(40):
+            problem = _problem(tile, loads, F32 if tile.f32_out else rng.choice((BF16, F16, F32)), rng)
+            paths = load_paths(problem)  # of a single row, column or k another one may be the fastest
+            if not takes(problem, tile, paths):
+                continue
+            _check(problem, tile, paths, launch_for(problem, tile, 132, paths), rng)
+            checked += 1
+    assert checked > 3
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) -> None:
+    """TileWalk's output() and own(): a tile has `extent` elements from its start, and owns those from its own place on."""
+    for extent, unit in ((tile["TILE_M"], 1), (tile["TILE_M"], 8), (tile["TILE_N"], 1 if tile.swapped else 8)):
+        for size in (*SIZES, extent - 1, extent, extent + 1, 2 * extent - 1, 2 * extent + 7, 3 * extent):
+            owned = np.zeros(size, int)
+            for own in range(0, size + extent * (tile.shares > 0), extent):  # of a pair one may be outside
+                start = _inside(own, extent, size, unit)
+                assert start % unit == 0
+                assert start <= own
+                assert size < extent or start + extent < size + unit, "no more than a unit's rest is outside"
+                owned[max(own, start) : start + extent] += 1
+            assert (owned == 1).all()
