@@ -24,51 +24,70 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import language_model, records
+from detkern.measure import records
+
+from . import language_model
 
 __all__ = ["compare", "main", "measure", "sources"]
 
 TURNS, WARM, STEPS = 12, 2, 24  # of a turn: steps
 PROMPT = 16
 LIMIT = 1.15
-# name: attention, under the mode
-VARIANTS = {
-    "fused attention": ("sdpa", False),
-    "eager attention": ("eager", False),
-    "mode": ("eager", True),
-    "mode, fused attention": ("sdpa", True),
+# name: attention, under the mode (None: under one that only calls what it is given: what PyTorch takes for any), and whether the
+# cache has all its room from the start, with a mask over what is not filled: the sizes of its products stay the same.
+VARIANTS: dict[str, tuple[str, bool | None, bool]] = {
+    "fused attention": ("sdpa", False, False),
+    "eager attention": ("eager", False, False),
+    "a function mode that does nothing": ("eager", None, False),
+    "mode": ("eager", True, False),
+    "mode, fused attention": ("sdpa", True, False),
+    "eager attention, static cache": ("eager", False, True),
+    "mode, static cache": ("eager", True, True),
 }
-PEERS = {"mode": "eager attention"}
+PEERS = {"mode": "eager attention", "mode, static cache": "eager attention, static cache"}
 
 
 def _nothing() -> None:
     pass
 
 
+def _empty_mode() -> Any:
+    from torch.overrides import TorchFunctionMode
+
+    class Empty(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    return Empty()
+
+
 class Decoding:
     """A model that has read a prompt and writes one token after the other."""
 
-    def __init__(self, model: Any, attention: str, mode: bool, wait: Callable[[], Any]) -> None:
-        self.model, self.attention, self.mode, self.wait = model, attention, mode, wait
+    def __init__(self, model: Any, attention: str, mode: bool | None, static: bool, wait: Callable[[], Any]) -> None:
+        self.model, self.attention, self.mode, self.static, self.wait = model, attention, mode, static, wait
 
     def turn(self, steps: int) -> list[float]:
         """µs of each step."""
         import torch
-        from transformers import DynamicCache
+        from transformers import DynamicCache, StaticCache
 
         language_model.attend(self.model, self.attention)
         prompt = language_model.tokens(self.model, 1, PROMPT)
-        token, cache = prompt[:, :1].clone(), DynamicCache(config=self.model.config)
+        token, config = prompt[:, :1].clone(), self.model.config
+        cache = StaticCache(config=config, max_cache_len=128) if self.static else DynamicCache(config=config)
         times = []
-        with torch.no_grad(), language_model.mode(self.mode):
-            self.model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        mode = _empty_mode() if self.mode is None else language_model.mode(self.mode)
+        known = {language_model.cache_argument(self.model): cache, "use_cache": True, "logits_to_keep": 1}
+        with torch.no_grad(), mode:
+            self.model(input_ids=prompt, **known)
             self.wait()
             gc.collect()
             gc.disable()
             try:
                 for _ in range(steps):
                     begin = time.perf_counter_ns()
-                    self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    self.model(input_ids=token, **known)
                     times.append((time.perf_counter_ns() - begin) / 1000)
                     self.wait()
             finally:
@@ -85,9 +104,8 @@ def decodings(name: str, device: str, sizes: dict[str, int]) -> dict[str, Decodi
     return {variant: Decoding(model, *settings, wait) for variant, settings in VARIANTS.items()}
 
 
-def measure(name: str, device: str, sizes: dict[str, int], turns: int, steps: int) -> list[dict[str, Any]]:
+def measure(variants: dict[str, Decoding], name: str, turns: int, steps: int) -> list[dict[str, Any]]:
     """A row for each variant of a model, with the median and the 90th percentile of its steps."""
-    variants = decodings(name, device, sizes)
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for turn in range(WARM + turns):
         for variant, one in variants.items():
@@ -156,13 +174,14 @@ def main() -> int:
     device, sizes = ("cpu", language_model.SMALL) if arguments.cpu else ("cuda", language_model.LARGE)
     rows: list[dict[str, Any]] = []
     for name in arguments.model or language_model.MODELS:
-        measured = measure(name, device, sizes, arguments.turns, STEPS)
+        variants = decodings(name, device, sizes)
+        measured = measure(variants, name, arguments.turns, STEPS)
         compared = compare(measured)
         for row in measured + compared:
             print(records.shown(row), flush=True)
         rows += measured + compared
         if arguments.profile:
-            print(profiled(decodings(name, device, sizes)["mode"], STEPS, arguments.profile), flush=True)
+            print(profiled(variants["mode"], STEPS, arguments.profile), flush=True)
     if not arguments.cpu:
         records.write_here("decode-host", rows, sources(), arguments.output)
     return int(not all(row.get("met", True) for row in rows))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
-from . import timing
+from detkern.measure import timing
 
-__all__ = ["LARGE", "MODELS", "SMALL", "attend", "leave_if_missing", "make", "mode", "tokens"]
+__all__ = ["LARGE", "MODELS", "SMALL", "attend", "cache_argument", "leave_if_missing", "make", "mode", "tokens"]
 
 MODELS = ("llama", "qwen3")  # Qwen3 also normalises queries and keys
 LARGE = {
@@ -53,6 +54,11 @@ def make(name: str, device: str, sizes: dict[str, int]) -> Any:
 def attend(model: Any, implementation: str) -> None:
     """The attention of the next forward, "eager" or "sdpa": the layers read it at each call."""
     model.config._attn_implementation = implementation
+
+
+def cache_argument(model: Any) -> str:
+    """The name of the forward's argument for the KV cache, which has changed between versions of transformers."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def tokens(model: Any, batch: int, length: int) -> Any:

@@ -26,7 +26,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import language_model, records
+from detkern.measure import records
+
+from . import language_model
 
 __all__ = ["Variant", "compare", "kernels", "main", "measure", "sources"]
 
@@ -123,7 +125,8 @@ def kernels(run: Callable[[], None], device: str) -> list[dict[str, Any]]:
     events = [event for event in found.key_averages() if getattr(event, of) > 0]
     events.sort(key=lambda event: -getattr(event, of))
     return [
-        {"kernel": event.key[:NAME], "ms": round(getattr(event, of) / 1000, 3), "count": event.count} for event in events
+        {"kernel": event.key[:NAME], "ms": round(getattr(event, of) / 1000, 3), "count": event.count}
+        for event in events
     ]
 
 
@@ -202,7 +205,9 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU; records nothing")
     arguments = parser.parse_args()
     language_model.leave_if_missing(arguments.cpu)
-    device, sizes, shape = ("cpu", language_model.SMALL, (2, 16)) if arguments.cpu else ("cuda", language_model.LARGE, (4, 1024))
+    device, sizes, shape = (
+        ("cpu", language_model.SMALL, (2, 16)) if arguments.cpu else ("cuda", language_model.LARGE, (4, 1024))
+    )
     rows: list[dict[str, Any]] = []
     for name in arguments.model or language_model.MODELS:
         measured = measure(name, device, sizes, shape, arguments.turns, arguments.variant or list(VARIANTS))

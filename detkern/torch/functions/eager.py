@@ -14,19 +14,21 @@ from typing import Any
 
 import torch
 
-from ... import api
+from ... import api, rows
 from ...dispatch.backend import Execution
 from ...dispatch.plan import Planned
 from ...errors import DetkernError
 from ...operations.bias_gradient.checks import plan_column_sum
 from ...operations.gemm.checks import GEMM, LINEAR, Names, plan_product
+from ...operations.rows.checks import plan_rows
+from ...operations.rows.problem import RowKind
 from ...tensors import Device, TensorView, contiguous_strides
 from ...tensors.torch import torch_adapter
 from ...tensors.types import OUTPUTS, dtype_argument
 from ...vocabulary.dtypes import E4M3, DType
 from .route import TYPES
 
-__all__ = ["bias_gradient", "linear", "matmul"]
+__all__ = ["bias_gradient", "linear", "matmul", "row_operation"]
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _TORCH_TYPES = {dtype.code: name for name, dtype in TYPES.items()}
@@ -52,6 +54,18 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
         return api.bias_gradient(dc, out_dtype=out_dtype, backend=backend)
     planned = plan_column_sum(view, None, None if out_dtype is None else _named(out_dtype), False, backend)
     return _complete(planned, (view,), view.device, dc.device)
+
+
+def row_operation(
+    name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None
+) -> Any:
+    """`detkern.rows.<name>(*operands, ...)`, of a kind whose operands are all tensors."""
+    first = operands[0]
+    a, b = _view(first), None if len(operands) == 1 else _view(operands[1])
+    if backend is not None or a is None or (len(operands) > 1 and (b is None or b.device is not a.device)):
+        return getattr(rows, name)(*operands, out_dtype=out_dtype, backend=backend)
+    planned = plan_rows(kind, a, b, None, None, None if out_dtype is None else _named(out_dtype), backend)
+    return _complete(planned, (a,) if b is None else (a, b), a.device, first.device)
 
 
 def _product(
