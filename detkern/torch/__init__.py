@@ -22,10 +22,11 @@ from .functions.rows import log_softmax, mean, mean_square, softmax, sum
 from .layers.convert import ConversionReport, convert, revert
 from .layers.linear import Linear, zero_main_grads
 from .mode.mode import batch_invariant_mode
+from .mode.process import disable, enable, is_enabled
 
 __all__ = [
-    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "linear", "log_softmax", "main_grads_to_grad",
-    "matmul", "mean", "mean_square", "revert", "softmax", "sum", "zero_main_grads",
+    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "disable", "enable", "is_enabled", "linear",
+    "log_softmax", "main_grads_to_grad", "matmul", "mean", "mean_square", "revert", "softmax", "sum", "zero_main_grads",
 ]  # fmt: skip
 
 

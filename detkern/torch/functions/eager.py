@@ -56,9 +56,7 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     return _complete(planned, (view,), view.device, dc.device)
 
 
-def row_operation(
-    name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None
-) -> Any:
+def row_operation(name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None) -> Any:
     """`detkern.rows.<name>(*operands, ...)`, of a kind whose operands are all tensors."""
     first = operands[0]
     a, b = _view(first), None if len(operands) == 1 else _view(operands[1])

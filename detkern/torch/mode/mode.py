@@ -18,13 +18,13 @@ from . import coverage
 from .decorating import decorated
 from .watch import Watch
 
-__all__ = ["batch_invariant_mode"]
+__all__ = ["DEVICE_TYPES", "batch_invariant_mode"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
-_DEVICES = ("cpu", "cuda", "musa", "npu")
+DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention"))
@@ -64,14 +64,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         self,
         *,
         contract: str | Mapping[str, str] | None = None,
-        device_types: str | Iterable[str] = _DEVICES,
+        device_types: str | Iterable[str] = DEVICE_TYPES,
         strict: bool = False,
     ) -> None:
         super().__init__()
         self.device_types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
         for device in self.device_types:
-            if device not in _DEVICES:
-                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(_DEVICES)}")
+            if device not in DEVICE_TYPES:
+                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
         named: Mapping[str, str] = dict.fromkeys(PRODUCTS, contract) if isinstance(contract, str) else contract or {}
         for op in named:
             if op not in PRODUCTS:
@@ -184,7 +184,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         said, or raised, here."""
         devices = self.row_devices if op in _ROW_OPS else self.device_types
         for x in operands:  # what most are, with nothing asked twice
-            if type(x) not in _PLAIN or x.dtype not in _OPERANDS or x.layout is not _STRIDED or x.device.type not in devices:
+            if (
+                type(x) not in _PLAIN
+                or x.dtype not in _OPERANDS
+                or x.layout is not _STRIDED
+                or x.device.type not in devices
+            ):
                 return self._covers(op, operands)
         return True
 
