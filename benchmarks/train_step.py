@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from detkern.measure import records
 
@@ -56,7 +56,7 @@ class Variant:
         self.attention, self.mode, self.wide = VARIANTS[name]
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Variant:
+    def __enter__(self) -> Self:
         import detkern.torch as dt
 
         language_model.attend(self.model, self.attention)
@@ -72,7 +72,7 @@ class Variant:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_in_float32))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         import detkern.torch as dt
 
         for hook in self._hooks:

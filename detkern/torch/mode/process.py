@@ -22,7 +22,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 _lock = threading.RLock()
 _mode: batch_invariant_mode | None = None
-_started: Callable[[threading.Thread], None] | None = None  # Thread.start as it was
+_start: Callable[[threading.Thread], None] | None = None  # what stands for Thread.start
 
 
 class _Ended(TorchFunctionMode):  # type: ignore[misc]
@@ -74,9 +74,9 @@ def disable() -> None:
         if _mode is None:
             return
         ended, _mode = _mode, None
-        _watch_threads(False)
+        _watch_no_threads()
         _put_back([mode for mode in _taken() if mode is not ended])
-        ended.__class__ = _Ended  # type: ignore[assignment]
+        ended.__class__ = _Ended
 
 
 def is_enabled() -> bool:
@@ -97,23 +97,27 @@ def _put_back(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
-def _watch_threads(on: bool = True) -> None:
-    """Have threads enter the mode when they start, or not any more."""
-    global _started
-    if on and _started is None:
-        _started = threading.Thread.start
+def _watch_threads() -> None:
+    """Have threads that start enter the mode."""
+    global _start
+    before = threading.Thread.start
+    if before is _start:
+        return
 
-        @functools.wraps(_started)
-        def start(self: threading.Thread) -> None:
-            if _mode is not None:
-                self.run = functools.partial(_run, self, self.run)  # type: ignore[method-assign]
-            starting(self)
+    @functools.wraps(before)
+    def start(self: threading.Thread) -> None:
+        # Others may have put theirs around an earlier one of these.
+        if _mode is not None and getattr(self.run, "func", None) is not _run:
+            self.run = functools.partial(_run, self, self.run)  # type: ignore[method-assign]
+        before(self)
 
-        starting = _started
-        threading.Thread.start = start  # type: ignore[method-assign]
-    elif not on and _started is not None and getattr(threading.Thread.start, "__wrapped__", None) is _started:
-        threading.Thread.start = _started  # type: ignore[method-assign]
-        _started = None
+    _start = threading.Thread.start = start  # type: ignore[method-assign]
+
+
+def _watch_no_threads() -> None:
+    """Take that away again; where others have put their own around it since, it stays, and does nothing while the mode is off."""
+    if _start is not None and threading.Thread.start is _start:
+        threading.Thread.start = _start.__wrapped__  # type: ignore[attr-defined, method-assign]
 
 
 def _run(thread: threading.Thread, run: Callable[[], None]) -> None:

@@ -82,6 +82,26 @@ def test_a_thread_that_overrides_run_is_in_it_and_keeps_no_cycle() -> None:
     assert "run" not in vars(thread)
 
 
+def test_what_others_put_around_the_start_of_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def around(name: str) -> None:
+        inner = threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", lambda self: (starts.append(name), inner(self))[1])
+
+    around("before")
+    dt.enable(contract="tree")
+    around("after")
+    assert in_a_thread(contract_here) == "tree"
+    dt.disable()
+    assert in_a_thread(contract_here) is None
+    dt.enable(contract="mma16")
+    assert in_a_thread(contract_here) == "mma16"
+    assert starts == ["after", "before"] * 3
+    dt.disable()
+    monkeypatch.undo()
+
+
 def test_disable_ends_it_in_threads_that_go_on_and_a_later_enable_does_not_revive_it_there() -> None:
     turn, found = threading.Barrier(2), []
 
@@ -199,8 +219,9 @@ import threading, torch, detkern.torch as dt
 dt.enable(strict=True)
 x = torch.randn(4, 4)
 threading.Thread(target=lambda: x @ x).start()
-held = threading.Event()
-threading.Thread(target=lambda: (x @ x, held.wait()), daemon=True).start()
+computed, held = threading.Event(), threading.Event()
+threading.Thread(target=lambda: (x @ x, computed.set(), held.wait()), daemon=True).start()
+computed.wait()  # a thread that is stopped in the middle of C++ ends the process, with the mode or without
 print((x @ x).shape)
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
