@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, geometry, rows
+from detkern.cu import ahead, column_sum, geometry, rows, scatter_sum
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -286,6 +286,7 @@ def compile_all() -> int:
         ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability)
         + column_sum.builds()
         + rows.builds(capability)
+        + scatter_sum.builds()
     )
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, pointwise, products, reductions
+from . import attention, broadcasting, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
@@ -61,7 +61,7 @@ def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _summing() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS})
+    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS, **indexing.HANDLERS})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
@@ -72,6 +72,7 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
+    found[F.embedding] = indexing.functional_embedding
     return found
 
 
@@ -88,7 +89,7 @@ def _broadcasting() -> dict[Any, Callable[..., Any]]:
 HANDLERS: dict[Any, Callable[..., Any]] = _summing()
 _BROADCASTING = _broadcasting()
 ELEMENTWISE: dict[Any, Callable[..., Any]] = {
-    **_by_function(pointwise.HANDLERS), F.silu: pointwise.functional_silu, **_BROADCASTING,
+    **_by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE}), F.silu: pointwise.functional_silu, **_BROADCASTING,
 }  # fmt: skip
 
 _UNCOVERED = """
@@ -107,6 +108,7 @@ _UNCOVERED = """
     mkldnn_linear _mkldnn_linear _weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear
     smm sspaddmm hspmm _sparse_mm _sparse_addmm sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_linear
     _sparse_semi_structured_mm _sparse_semi_structured_addmm
+    embedding_bag _embedding_bag _embedding_bag_forward_only index_reduce index_reduce_
 """
 UNCOVERED = frozenset(_UNCOVERED.split())
 
@@ -234,4 +236,4 @@ def _passed() -> frozenset[Any]:
 
 
 PASSED = _passed()
-UNRECORDED = frozenset(_BROADCASTING)
+UNRECORDED = frozenset((*_BROADCASTING, *_by_function(indexing.ELEMENTWISE)))

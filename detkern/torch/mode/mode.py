@@ -14,7 +14,7 @@ from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
-from . import coverage
+from . import coverage, indexing
 from .decorating import decorated
 from .watch import Watch
 
@@ -27,7 +27,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention"))
+_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")

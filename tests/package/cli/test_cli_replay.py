@@ -173,7 +173,7 @@ def test_block_scaled(folder: Path, b_dtype: Any) -> None:
         (["short.npy", "a.npy"], "ends 4 bytes early"),
         (["objects.npy", "a.npy"], "it holds Python objects"),
         (["broken.safetensors", "a.npy"], "broken.safetensors is not a readable .safetensors file"),
-        (["whole.safetensors:i", "a.npy"], "holds I64"),
+        (["whole.safetensors:i", "a.npy"], "holds int64"),
         (["whole.safetensors", "a.npy"], "choose one as whole.safetensors:KEY from x, i"),
         (["double.npy", "a.npy"], "double.npy: holds float64"),
         (["a.npy", "a.npy"], "K is 3 in a and 2 in b"),
