@@ -255,6 +255,7 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
+    one = operands == "Tensor x"
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
@@ -265,6 +266,7 @@ def _op(name: str, operands: str) -> Op:
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
+        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
     )
 
 
