@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ... import api, rows
+from ... import api
 from ...dispatch.backend import Execution
 from ...dispatch.call import rehearsals
 from ...dispatch.plan import Planned
@@ -53,23 +53,20 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     return _complete(planned, (view,), view.device, dc)
 
 
-def row_operation(kind: RowKind, function: Callable[..., Any], x: Any, out_dtype: Any, backend: str | None) -> Any:
-    """An operation of detkern.rows with one operand. function: its name there."""
-    view = _view(x)
-    if view is None or (backend is not None and type(backend) is not str):
-        return function(x, out_dtype=out_dtype, backend=backend)
+def row_operation(kind: RowKind, function: Callable[..., Any], *arguments: Any) -> Any:
+    """An operation of detkern.rows whose operands are tensors. function: its name there; arguments: the operands, out_dtype and
+    backend."""
+    *operands, out_dtype, backend = arguments
+    views = tuple(map(_view, operands))
+    a, b = views[0], views[-1] if len(views) > 1 else None
+    if (
+        None in views
+        or (b is not None and b.device is not a.device)
+        or (backend is not None and type(backend) is not str)
+    ):
+        return function(*operands, out_dtype=out_dtype, backend=backend)
     wanted = None if out_dtype is None else _named(out_dtype)
-    return _complete(plan_rows(kind, view, None, None, None, wanted, backend), (view,), view.device, x)
-
-
-def row_operation(name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None) -> Any:
-    """`detkern.rows.<name>(*operands, ...)`, of a kind whose operands are all tensors."""
-    first = operands[0]
-    a, b = _view(first), None if len(operands) == 1 else _view(operands[1])
-    if backend is not None or a is None or (len(operands) > 1 and (b is None or b.device is not a.device)):
-        return getattr(rows, name)(*operands, out_dtype=out_dtype, backend=backend)
-    planned = plan_rows(kind, a, b, None, None, None if out_dtype is None else _named(out_dtype), backend)
-    return _complete(planned, (a,) if b is None else (a, b), a.device, first.device)
+    return _complete(plan_rows(kind, a, b, None, None, wanted, backend), views, a.device, operands[0])
 
 
 def _product(

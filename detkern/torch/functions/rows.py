@@ -227,15 +227,13 @@ def _vmap(name: str, call: Any, size: int, dims: Sequence[Any], *arguments: Any)
 
 
 def _kernel(name: str, count: int) -> Any:
-    if name == "mean_backward":  # its second operand is a number
-        return lambda dy, width, out_dtype, backend: rows.mean_backward(dy, width, out_dtype=out_dtype, backend=backend)
-    kind = RowKind[name.upper()]
+    function = getattr(rows, name)
 
     def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
-        return eager.row_operation(name, kind, (x,), out_dtype, backend)
+        return function(x, out_dtype=out_dtype, backend=backend)
 
     def two(x: Any, y: Any, out_dtype: Any, backend: str | None) -> Any:
-        return eager.row_operation(name, kind, (x, y), out_dtype, backend)
+        return function(x, y, out_dtype=out_dtype, backend=backend)
 
     return one if count == 1 else two
 
@@ -255,7 +253,7 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
-    one = operands == "Tensor x"
+    plain = "SymInt" not in operands
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
@@ -266,7 +264,7 @@ def _op(name: str, operands: str) -> Op:
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
-        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
+        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if plain else None,
     )
 
 
