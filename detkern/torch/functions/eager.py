@@ -58,10 +58,10 @@ def row_operation(kind: RowKind, function: Callable[..., Any], *arguments: Any) 
     backend."""
     *operands, out_dtype, backend = arguments
     views = tuple(map(_view, operands))
-    a, b = views[0], views[-1] if len(views) > 1 else None
+    a, b = views[0], views[1] if len(views) > 1 else None
     if (
-        None in views
-        or (b is not None and b.device is not a.device)
+        a is None
+        or (len(views) > 1 and (b is None or b.device is not a.device))
         or (backend is not None and type(backend) is not str)
     ):
         return function(*operands, out_dtype=out_dtype, backend=backend)
