@@ -28,7 +28,7 @@ _COVERED = (
     ("cross_entropy", "`log_softmax`, then sums over the losses and over the weights"),
     (
         "scaled_dot_product_attention",
-        "[eager attention](contracts.md#scaled-dot-product-attention) without dropout, see below",
+        "[eager attention](contracts.md#scaled-dot-product-attention), no dropout; see below",
     ),
     ("add sub mul div pow rsub where", "the gradient of what they broadcast: a sum, see below"),
     ("maximum minimum addcmul addcdiv lerp", "the same"),
