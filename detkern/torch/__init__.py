@@ -24,11 +24,12 @@ from .functions.scattered import rows_summed as scatter_sum
 from .layers.convert import ConversionReport, convert, revert
 from .layers.linear import Linear, zero_main_grads
 from .mode.mode import batch_invariant_mode
+from .mode.process import disable, enable, is_enabled
 
 __all__ = [
-    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "embedding", "gather", "index_add", "index_put",
-    "index_select", "linear", "log_softmax", "main_grads_to_grad", "matmul", "mean", "mean_square", "revert", "scatter_add",
-    "scatter_sum", "softmax", "sum", "take", "zero_main_grads",
+    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "disable", "embedding", "enable", "gather",
+    "index_add", "index_put", "index_select", "is_enabled", "linear", "log_softmax", "main_grads_to_grad", "matmul", "mean",
+    "mean_square", "revert", "scatter_add", "scatter_sum", "softmax", "sum", "take", "zero_main_grads",
 ]  # fmt: skip
 
 

@@ -16,7 +16,8 @@ import torch
 from ... import rows
 from ...errors import ArgumentError, DTypeError, ShapeError
 from ...operations.rows.gradient import RULES, Recorded
-from . import route
+from ...operations.rows.problem import RowKind
+from . import eager, route
 from .casting import torch_dtype
 from .registration import Op, call
 
@@ -106,11 +107,14 @@ def log_softmax(
 def _reduced(name: str, x: Any, dim: Any, keepdim: bool, out_dtype: Any, backend: str | None) -> Any:
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or (dim == -1 and not keepdim):
         return _run(name, out_dtype, backend, x)
-    dims = _dimensions(x, dim)
-    last = list(range(x.dim() - len(dims), x.dim()))
+    rank = x.dim()
+    dims = [rank - 1] if dim == -1 or dim == [rank - 1] else _dimensions(x, dim)
+    last = list(range(rank - len(dims), rank))
     moved = x if dims == last else x.movedim(dims, last)
     result = _run(name, out_dtype, backend, moved if len(dims) == 1 else moved.flatten(last[0]))
-    if keepdim:
+    if keepdim and dims == last and len(dims) == 1:
+        result = result.unsqueeze(-1)
+    elif keepdim:
         for d in dims:
             result = result.unsqueeze(d)
     return result
@@ -223,13 +227,15 @@ def _vmap(name: str, call: Any, size: int, dims: Sequence[Any], *arguments: Any)
 
 
 def _kernel(name: str, count: int) -> Any:
-    function = getattr(rows, name)
+    if name == "mean_backward":  # its second operand is a number
+        return lambda dy, width, out_dtype, backend: rows.mean_backward(dy, width, out_dtype=out_dtype, backend=backend)
+    kind = RowKind[name.upper()]
 
     def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
-        return function(x, out_dtype=out_dtype, backend=backend)
+        return eager.row_operation(name, kind, (x,), out_dtype, backend)
 
     def two(x: Any, y: Any, out_dtype: Any, backend: str | None) -> Any:
-        return function(x, y, out_dtype=out_dtype, backend=backend)
+        return eager.row_operation(name, kind, (x, y), out_dtype, backend)
 
     return one if count == 1 else two
 
@@ -249,6 +255,7 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
+    one = operands == "Tensor x"
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
@@ -259,6 +266,7 @@ def _op(name: str, operands: str) -> Op:
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
+        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
     )
 
 

@@ -6,7 +6,9 @@
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
 - *Uncovered* names multiply matrices in kernels of their own: strict refuses them.
-- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch.
+- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch. PASSED holds
+  their functions, UNRECORDED those that are plain where autograd records nothing: most of a model's calls are one of these,
+  and are told apart by one look-up.
 - The rest, composed below Python, is watched: see watch.py.
 """
 
@@ -23,7 +25,8 @@ from . import attention, broadcasting, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
-    "ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of",
+    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNRECORDED",
+    "UNSEEN_WHEN_COMPILED", "name_of",
 ]  # fmt: skip
 
 
@@ -73,9 +76,8 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _elementwise() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE})
-    found[F.silu] = pointwise.functional_silu
+def _broadcasting() -> dict[Any, Callable[..., Any]]:
+    found: dict[Any, Callable[..., Any]] = {}
     for name in broadcasting.NAMES:
         for place in (torch, torch.Tensor):
             func = getattr(place, name, None)
@@ -85,7 +87,10 @@ def _elementwise() -> dict[Any, Callable[..., Any]]:
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = _summing()
-ELEMENTWISE: dict[Any, Callable[..., Any]] = _elementwise()
+_BROADCASTING = _broadcasting()
+ELEMENTWISE: dict[Any, Callable[..., Any]] = {
+    **_by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE}), F.silu: pointwise.functional_silu, **_BROADCASTING,
+}  # fmt: skip
 
 _UNCOVERED = """
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
@@ -212,3 +217,23 @@ def _python() -> dict[Any, Callable[..., Any]]:
 PYTHON: dict[Any, Callable[..., Any]] = _python()
 # torch.compile traces the others itself.
 TRACED_PYTHON = {func: copy for func, copy in PYTHON.items() if func.__module__ == "torch.nn.functional"}
+
+
+def _passed() -> frozenset[Any]:
+    """The functions, methods and properties of PyTorch's own that are plain by their name, and nothing else."""
+    found: set[Any] = set()
+    named = (torch, F, torch.functional, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._VariableFunctions)
+    for holder in (*named, torch.Tensor):
+        for name in PLAIN:
+            func = getattr(holder, name, None)
+            if callable(func) and name_of(func) == name:
+                found.add(func)
+    for kind in torch.Tensor.__mro__[:-1]:
+        for value in vars(kind).values():
+            if isinstance(value, (types.GetSetDescriptorType, property)):
+                found.add(value.__get__)  # reading shape, dtype, device, ...
+    return frozenset(func for func in found if func not in HANDLERS and func not in ELEMENTWISE and func not in PYTHON)
+
+
+PASSED = _passed()
+UNRECORDED = frozenset((*_BROADCASTING, *_by_function(indexing.ELEMENTWISE)))
