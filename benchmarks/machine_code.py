@@ -62,8 +62,7 @@ def every_build() -> dict[str, Any]:
     from detkern.cu import ahead, column_sum, rows, scatter_sum
     from detkern.cu.backend import offered
 
-    others = column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
-    found = ahead.builds(offered((9, 0)), (9, 0)) + others
+    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
     return {str(build): build for build in found}
 
 

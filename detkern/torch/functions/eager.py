@@ -53,15 +53,6 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     return _complete(planned, (view,), view.device, dc)
 
 
-def row_operation(kind: RowKind, function: Callable[..., Any], x: Any, out_dtype: Any, backend: str | None) -> Any:
-    """An operation of detkern.rows with one operand. function: its name there."""
-    view = _view(x)
-    if view is None or (backend is not None and type(backend) is not str):
-        return function(x, out_dtype=out_dtype, backend=backend)
-    wanted = None if out_dtype is None else _named(out_dtype)
-    return _complete(plan_rows(kind, view, None, None, None, wanted, backend), (view,), view.device, x)
-
-
 def row_operation(name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None) -> Any:
     """`detkern.rows.<name>(*operands, ...)`, of a kind whose operands are all tensors."""
     first = operands[0]
@@ -69,7 +60,7 @@ def row_operation(name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype
     if backend is not None or a is None or (len(operands) > 1 and (b is None or b.device is not a.device)):
         return getattr(rows, name)(*operands, out_dtype=out_dtype, backend=backend)
     planned = plan_rows(kind, a, b, None, None, None if out_dtype is None else _named(out_dtype), backend)
-    return _complete(planned, (a,) if b is None else (a, b), a.device, first.device)
+    return _complete(planned, (a,) if b is None else (a, b), a.device, first)
 
 
 def _product(

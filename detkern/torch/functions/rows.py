@@ -227,9 +227,22 @@ def _vmap(name: str, call: Any, size: int, dims: Sequence[Any], *arguments: Any)
 
 
 def _kernel(name: str, count: int) -> Any:
-    if name == "mean_backward":  # its second operand is a number
-        return lambda dy, width, out_dtype, backend: rows.mean_backward(dy, width, out_dtype=out_dtype, backend=backend)
+    function = getattr(rows, name)
+
+    def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
+        return function(x, out_dtype=out_dtype, backend=backend)
+
+    def two(x: Any, y: Any, out_dtype: Any, backend: str | None) -> Any:
+        return function(x, y, out_dtype=out_dtype, backend=backend)
+
+    return one if count == 1 else two
+
+
+def _plain(name: str, count: int) -> Any:
+    """As `_kernel`; None where an operand is a number."""
     kind = RowKind[name.upper()]
+    if kind == RowKind.MEAN_BACKWARD:
+        return None
 
     def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
         return eager.row_operation(name, kind, (x,), out_dtype, backend)
@@ -255,18 +268,18 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
-    one = operands == "Tensor x"
+    count = operands.count(",") + 1
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
-        _kernel(name, operands.count(",") + 1),
+        _kernel(name, count),
         of(_fake),
         setup=of(_setup),
         backward=of(_backward),
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
-        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
+        plain=_plain(name, count),
     )
 
 
