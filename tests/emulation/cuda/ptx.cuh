@@ -63,10 +63,19 @@ inline int thread() { return Fibers::of_this_thread().index(); }
 
 inline void __syncthreads() { emulation::Fibers::of_this_thread().barrier(); }
 
-// Of all threads: the kernels that run here name no other.
+// Arrivals at each named barrier, since it was made. Who waits lets the other threads run until its turn is complete.
+inline int64_t& arrivals(int barrier) {
+  static thread_local int64_t counts[16];
+  return counts[barrier];
+}
 template <int THREAD_COUNT>
-void named_barrier(int) {
-  emulation::Fibers::of_this_thread().barrier();
+void named_barrier_arrive(int barrier) {
+  ++arrivals(barrier);
+}
+template <int THREAD_COUNT>
+void named_barrier(int barrier) {
+  const int64_t complete = (arrivals(barrier)++ / THREAD_COUNT + 1) * THREAD_COUNT;
+  while (arrivals(barrier) < complete) emulation::Fibers::of_this_thread().barrier();
 }
 inline int thread_index() { return emulation::thread(); }
 
