@@ -3,7 +3,7 @@
 //
 // Roles. Warp groups consume, each GROUP_M rows of a tile. All of a tile's groups work on it together, or (IN_TURN) two
 // groups have a tile each, so that one finishes and writes its outputs while the other multiplies. One more warp
-// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh) and runs ahead into the next tile.
+// produces: one thread of it fills a ring of STAGES stages by TMA (parts/ring.cuh) and runs ahead into the next tile.
 // Few rows. A tile of 16 or 32 rows has no more in a stage; wgmma reads 64, and what it finds in the others' place,
 // which may be changing, goes to outputs that are not written.
 // Outputs. With a tensor map and only rounded, of tiles of at most 64 rows: from registers to memory, where TILE_N is a
@@ -24,10 +24,15 @@
 // TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1:
 // binary32 outputs in rows of pairs and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few columns of tiles);
 // CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose, STRIDED_OUT is 0, GROUP_M 64,
-// IN_TURN 0); SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// IN_TURN 0); SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
+#include "parts/main_loop.cuh"
 #include "parts/mma_epilogue.cuh"
+#include "parts/operand_tile.cuh"
 #include "parts/params.cuh"
-#include "parts/pipeline.cuh"
+#include "parts/producer.cuh"
+#include "parts/ring.cuh"
+#include "parts/roles.cuh"
+#include "parts/tile_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
@@ -42,25 +47,23 @@
 #ifndef F32_OUT
 #define F32_OUT 0
 #endif
+#ifndef JITTER
+#define JITTER 0
+#endif
 
-constexpr int GROUP = 128;              // threads of a warp group
-constexpr int BLOCKS_M = GROUP_M / 64;  // of a consumer
+constexpr int BLOCKS_M = GROUP_M / 64;  // of 64 rows, of a consumer
 constexpr int TURNS = IN_TURN ? 2 : 1;
 constexpr int CONSUMERS = (TILE_M + GROUP_M - 1) / GROUP_M * TURNS;
 constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-// A warp group of producers gives the consumers registers; one warp, where these need none, has not got any to give.
-constexpr bool SHIFTS_REGISTERS = CONSUMERS > 1 && THREADS == (CONSUMERS + 1) * GROUP;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / CTAS_PER_SM / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
-static_assert(SHIFTS_REGISTERS || THREADS == CONSUMERS * GROUP + 32, "one more warp than the consumers', or four");
-
 using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
 constexpr int CTAS = SHARES == SHARED_NONE ? 1 : 2;  // of a cluster
-using StageRing = Ring<TileA, TileB, STAGES, CTAS>;
+using StageRing = Ring<TileA, TileB, STAGES, CTAS, Sleep(JITTER)>;
 using Position = RingPosition<STAGES>;
+using Loop = MainLoop<TileA, TileB, Wgmma16<OPERAND>, BLOCKS_M>;
+using Accumulators = Loop::Fragments;  // of 64 rows
+using CtaRoles = Roles<CONSUMERS, THREADS, CTAS_PER_SM, 40, CTAS>;
 // Of few columns of tokens those that share weights come first.
 using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8, SWAPPED ? 8 : 0>;
 
@@ -85,7 +88,6 @@ constexpr int LARGER_SLAB = WarpOutput::BYTES > WORD_SLAB_BYTES ? WarpOutput::BY
 constexpr int SWAPPED_SLAB_BYTES = TILE_N * ATOM_ROW_BYTES / 4;  // a quarter of a group's
 constexpr int SLAB_BYTES = SWAPPED ? SWAPPED_SLAB_BYTES : BOXED ? (LARGER_SLAB + 1023) / 1024 * 1024 : LARGER_SLAB;
 
-constexpr int STARTING_THREADS = (CONSUMING_WARPS + 1) * 32;
 constexpr int GROUP_BARRIER = 3;  // and so on: one a consumer
 
 constexpr int BLOCK_ROWS = TILE_M < 64 ? TILE_M : 64;  // of 64 rows, those that are a tile's
@@ -117,82 +119,16 @@ DETKERN_INLINE bool has_rows() {
   return BLOCK_ROWS == 64 || __shfl_sync(~0u, thread_index() / 32, 0) * 16 < BLOCK_ROWS;
 }
 
-// The accumulators of 64 rows: fragments [TILE_N / 8][4] as mma.sync lays them out.
-using Accumulators = float[PARTS][SLAB_N / 8][4];
-
-DETKERN_INLINE float (&registers(Accumulators& acc))
-    [TILE_N / 2] { return reinterpret_cast<float (&)[TILE_N / 2]>(acc); }
-
-// Starts the products of 16 k each numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors. FROM_ZERO:
-// the chains start with the first of them.
-template <int FIRST, int LAST, bool FROM_ZERO = false>
-DETKERN_INLINE void multiply(Accumulators (&acc)[BLOCKS_M], uint32_t a, uint32_t b) {
-#pragma unroll
-  for (int step = FIRST; step < LAST; ++step) {
-#pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) {
-      const uint64_t rows = TileA::descriptor(a, TileA::offset(64 * block, step));
-      const uint64_t columns = TileB::descriptor(b, TileB::offset(0, step));
-      if (FROM_ZERO && step == FIRST) {
-        wgmma<TILE_N, OPERAND, true, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows, columns);
-      } else {
-        wgmma<TILE_N, OPERAND, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows, columns);
-      }
-    }
-  }
-  wgmma_commit();
-}
-
-// Computes a tile's products, from the stage at `position` on; afterwards it is the next tile's. FROM_ZERO: the chains
-// start from +0, not from what `acc` holds. row: of the group's first row in the tile. meanwhile: what there is to do
-// while the last products are on their way.
-//
-// Between a stage's first products (HEAD steps) and its others the warps see to the ring: they let the stage before go
-// and ask whether the next one is there, so that from stage to stage the tensor cores have work.
-template <bool FROM_ZERO, class Meanwhile>
-DETKERN_INLINE void multiply_tile(Accumulators (&acc)[BLOCKS_M], const StageRing& ring, Position& position, int row,
-                                  uint32_t blocks, int group, const Meanwhile& meanwhile) {
-  constexpr int STEPS = TILE_K / 16, HEAD = STEPS >= 8 ? 4 : STEPS / 2;
-  constexpr uint32_t STRIDE = StageRing::STAGE_BYTES / 16;
-  // Low words of descriptors, of A in the ring's first stage; and from A's to B's.
-  const uint32_t first = TileA::low_word(ring.a(0) + TileA::offset(row, 0));
-  const uint32_t to_b = TileB::DESCRIPTOR_LOW - TileA::DESCRIPTOR_LOW + (TileA::BYTES - TileA::offset(row, 0)) / 16;
-  uint32_t a = first + position.stage * STRIDE;
-  // The first stage stands apart: in the loop there is always one in flight.
-  ring.take(position);
-  wgmma_fence();
-  multiply<0, HEAD, FROM_ZERO>(acc, a, a + to_b);
-  uint32_t last = position.stage;
-  position.step();
-  uint32_t next = position.stage == 0 ? first : a + STRIDE;
-  bool known = ring.full_already(position);
-  multiply<HEAD, STEPS>(acc, a, a + to_b);
-#pragma unroll 1
-  for (uint32_t block = 1; block < blocks; ++block) {
-    a = next;
-    ring.take(position, known);
-    wgmma_fence();
-    multiply<0, HEAD>(acc, a, a + to_b);
-    const uint32_t before = last;
-    last = position.stage;
-    position.step();
-    next = position.stage == 0 ? first : a + STRIDE;
-    known = ring.full_already(position);
-    wgmma_wait<1>();
-    ring.release(before);
-    multiply<HEAD, STEPS>(acc, a, a + to_b);
-  }
-  if (IN_TURN) named_barrier_arrive<2 * GROUP>(GROUP_BARRIER + (group ^ 1));
-  meanwhile();
-  wgmma_wait<0>();
-  ring.release(last);
+// A part of 64 rows' accumulators, as wide as a slab.
+using SlabFragments = float[SLAB_N / 8][4];
+DETKERN_INLINE SlabFragments& slab_part(Accumulators& acc, int part) {
+  return reinterpret_cast<SlabFragments&>(acc[part * (SLAB_N / 8)]);
 }
 
 // The two outputs of fragment `j` (eight columns each) in row g + 8 * half, rounded.
 template <int DTYPE>
 DETKERN_INLINE uint32_t word(const Accumulators& acc, int j, int half) {
-  const float (&fragment)[4] = acc[8 * j / SLAB_N][j % (SLAB_N / 8)];
-  return round_pair<DTYPE>(fragment[2 * half], fragment[2 * half + 1]);
+  return round_pair<DTYPE>(acc[j][2 * half], acc[j][2 * half + 1]);
 }
 
 // Writes 16-bit outputs by TMA, from this warp's slab; the last boxes may still be on their way at the return.
@@ -329,18 +265,15 @@ DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out
     const int64_t row = tile.row + thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
     const float bias[2] = {bias_at(p, row, p.m), bias_at(p, row + 8, p.m)};
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) registers(acc)[i] = __fadd_rn(registers(acc)[i], bias[i / 2 % 2]);
+    for (int i = 0; i < TILE_N / 2; ++i) Loop::registers(acc)[i] = __fadd_rn(Loop::registers(acc)[i], bias[i / 2 % 2]);
   } else if (p.bias_dtype != NONE) {
     const Epilogue epilogue(p, tile.batch);
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int j = 0; j < TILE_N / 8; ++j) {
+      float bias[2];
+      epilogue.load_bias(tile.column + 8 * j + thread_index() % 4 * 2, bias);
 #pragma unroll
-      for (int j = 0; j < SLAB_N / 8; ++j) {
-        float bias[2];
-        epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[part][j][i] = __fadd_rn(acc[part][j][i], bias[i % 2]);
-      }
+      for (int i = 0; i < 4; ++i) acc[j][i] = __fadd_rn(acc[j][i], bias[i % 2]);
     }
   }
   if (p.out_dtype == F16) {
@@ -367,7 +300,7 @@ DETKERN_INLINE void for_each_pair(const GemmParams& p, const OutputTile& tile, c
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; ++j) {
         if (8 * j < begin || 8 * j >= end) continue;
-        what(acc[8 * j / SLAB_N][j % (SLAB_N / 8)] + 2 * half, reinterpret_cast<float2*>(line + 8 * j));
+        what(acc[j] + 2 * half, reinterpret_cast<float2*>(line + 8 * j));
       }
     }
     line += 8 * p.out_row;
@@ -401,7 +334,10 @@ DETKERN_INLINE void finish_any(const GemmParams& p, const OutputTile& tile, cons
 #pragma unroll
     for (int b = 0; b < PARTS; ++b) {
       if (b != part) continue;
-      output.put([&](int j, int half) { return make_float2(acc[b][j][2 * half], acc[b][j][2 * half + 1]); });
+      output.put([&](int j, int half) {
+        const float (&fragment)[4] = acc[b * (SLAB_N / 8) + j];
+        return make_float2(fragment[2 * half], fragment[2 * half + 1]);
+      });
     }
     if (has_rows()) output.write<false>(0);
     output.move(SLAB_N);
@@ -420,7 +356,7 @@ DETKERN_INLINE void fetch_outputs(const GemmParams& p, OutputTile tile, unsigned
       output.fetch(0);
 #pragma unroll
       for (int b = 0; b < PARTS; ++b) {
-        if (b == part) output.take(acc[block][b]);
+        if (b == part) output.take(slab_part(acc[block], b));
       }
       __syncwarp();
       output.move(SLAB_N);
@@ -473,21 +409,20 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
           fetch_outputs(p, tile_of(0), slabs, acc);
         }
       }
-#pragma unroll
-      for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+      Loop::hold_all(acc);
     }
     // The phases of a barrier are told apart by their parity alone: a group may wait for its stages only when the other
     // has taken all that come before.
     if (IN_TURN && (group != 0 || !first)) named_barrier<2 * GROUP>(GROUP_BARRIER + group);
     first = false;
     wait_for_earlier_grid();  // as late as can be: what stands before it is done while that grid still ends
-    multiply_tile<FROM_ZERO>(acc, ring, position, row, blocks, group, [&] {
+    Loop::multiply<FROM_ZERO>(acc, ring, position, row, blocks, [&] {
+      if (IN_TURN) named_barrier_arrive<2 * GROUP>(GROUP_BARRIER + (group ^ 1));
       if (!AHEAD) return;
       walk.step();
       if (walk.more()) next = place();
     });
-#pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) hold(registers(acc[block]));
+    Loop::hold_all(acc);
     if (IN_TURN) position.advance(blocks);
 
     if (OUTPUTS == Outputs::ROUNDED && FROM_REGISTERS && (!BOXED || p.m <= MOST_UNBOXED_ROWS)) {
@@ -541,27 +476,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
-  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+  unsigned char* shared = aligned_stages(unaligned);
   const StageRing ring{shared_address(shared), shared_address(shared) + BARRIERS_AT};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and known to be
+  const int warp = warp_of_cta();
   const uint32_t blocks = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);
-  if (warp >= CONSUMING_WARPS) {
-    if constexpr (SHIFTS_REGISTERS) give_up_registers<PRODUCER_REGISTERS>();
-    if (warp > CONSUMING_WARPS) return;
-    if (elected()) {
-      prefetch_tensor_map(map_b);
-      prefetch_tensor_map(map_a);
-    }
-    ring.init(CONSUMING_WARPS / TURNS);
-    start<Role::PRODUCES, STARTING_THREADS, CTAS>();
-    if (elected()) {
-      produce<TileA, TileB, TILE_K, SHARES, TILE_M <= 64, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>(p, map_a, map_b, ring, Position(), Walk(p),
-                                                                             blocks);
-    }
-  } else {
-    if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+  const auto fill = [&] {
+    using Source = MatrixSource<TileA, TileB, TILE_K, SHARES, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>;
+    const Walk walk(p);
+    produce<TILE_M <= 64, SHARES != SHARED_NONE>(Source(p, map_a, map_b, walk, blocks), ring, Position(), walk);
+  };
+  const auto prepare = [&] {
     if (p.batch_rank == 0) prefetch_weights(p);  // without this test the main loop would lose its uniform registers
-    start<Role::CONSUMES, STARTING_THREADS, CTAS>();
+  };
+  CtaRoles::play(warp, ring, CONSUMING_WARPS / TURNS, map_a, map_b, fill, prepare, [&] {
     unsigned char* slabs = shared + SLABS_AT;
     const bool mapped = !STRIDED_OUT || p.out_path == OUT_BOXES;
     if constexpr (F32_OUT) {
@@ -573,5 +500,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     } else {
       consume<Outputs::ANY>(p, map_out, ring, slabs, warp / 4, blocks);
     }
-  }
+  });
 }
