@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records
+from detkern.measure import records
 
 FMA_TARGET = 0.7  # of NumPy's float32 rate at 1024^3
 MMA16_TARGET = 2.0  # G multiply-adds a second per core, bf16

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
+from detkern.measure.shapes import Layer, Product
+from detkern.measure.timing import TURNS, WARM
+
 from .forced import forced_call
-from .shapes import Layer, Product
-from .timing import TURNS, WARM
 
 # (contract, operand type, peer's type, the most of the peer's time, shapes m, n, k)
 SQUARE, DEEP = (4096, 4096, 4096), (4096, 4096, 14336)

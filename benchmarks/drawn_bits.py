@@ -13,11 +13,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from . import peers, records
-from .drawn import Drawn
+from detkern.measure import peers, records
+from detkern.measure.drawn import Drawn
+from detkern.measure.pool import Pool, Set
+
 from .drawn_record import Visit, description
 from .forced import forced_calls, seen
-from .pool import Pool, Set
 
 __all__ = ["compare", "differs", "run"]
 

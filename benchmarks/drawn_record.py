@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import records
-from .drawn import FITTING_SEEDS, Drawn, draw
+from detkern.measure import records
+from detkern.measure.drawn import FITTING_SEEDS, Drawn, draw
+from detkern.measure.pool import Pool
+
 from .gemm_record import sources as product_sources
-from .pool import Pool
 
 __all__ = ["COUNT", "Plan", "Visit", "description", "plan", "sources"]
 
@@ -72,7 +73,7 @@ def plan(
 
 def sources() -> list[Path]:
     """What a row depends on here: the kernels and the choice of a tile, and what is drawn."""
-    folder = records.ROOT / "benchmarks"
+    folder = records.ROOT / "detkern" / "measure"
     return [*product_sources(), folder / "drawn.py", folder / "models.py", folder / "models.toml"]
 
 

@@ -12,12 +12,14 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import drawn_report, peers, tile_times, timing
-from .drawn import Drawn
+from detkern.measure import peers, timing
+from detkern.measure.drawn import Drawn
+from detkern.measure.pool import Pool, Set
+
+from . import drawn_report, tile_times
 from .drawn_record import Visit, description
 from .forced import problem_of_sizes
 from .gemm_record import LARGEST_ERROR
-from .pool import Pool, Set
 
 __all__ = ["measure", "run"]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N]
 
-Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn (benchmarks/timing.py), with
+Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn (detkern/measure/timing.py), with
 cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py says what it holds. Seeds are FITTING_SEEDS
 of drawn.py alone: no record is of these. The logs that the table in the package is fitted to are tile-times-seed*.jsonl under
 benchmarks/results/h200.
@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import peers, timing
-from .drawn import FITTING_SEEDS, Drawn, draw
+from detkern.measure import peers, timing
+from detkern.measure.drawn import FITTING_SEEDS, Drawn, draw
+from detkern.measure.pool import Pool, Set
+
 from .forced import forced_calls, seen
-from .pool import Pool, Set
 from .tile_times import MOST_SETS, considered
 
 __all__ = ["line_of", "products"]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .shapes import Product
+from detkern.measure.shapes import Product
 
 __all__ = ["contract_of", "forced_call", "forced_calls", "problem_of_sizes", "seen", "tiles_of"]
 

@@ -2,7 +2,7 @@
 
 Needs a CUDA device, PyTorch and CuPy; `detkern build cuda` before it keeps the compiler out of it. For each row the peers'
 calls are captured in CUDA graphs over sets of random operands that together pass twice the L2 cache, and the graphs are
-replayed in turn (benchmarks/timing.py). Every result is spoilt beforehand and looked at afterwards. A row's `ratio` is the
+replayed in turn (detkern/measure/timing.py). Every result is spoilt beforehand and looked at afterwards. A row's `ratio` is the
 median over the turns of detkern's time over that of cuBLAS in the same turn; times are medians in µs.
 
 A run need not measure everything: --shapes, --m and --what choose rows, --seconds ends it in time, and the rows of an
@@ -26,10 +26,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import gemm_report, peers, records, shapes, timing
+from detkern.measure import peers, records, shapes, timing
+from detkern.measure.operands import Operands
+from detkern.measure.shapes import Product
+
+from . import gemm_report
 from .gemm_record import LARGEST_ERROR, key, merged, sources
-from .operands import Operands
-from .shapes import Product
 
 WHAT = (*shapes.OPS, "tree")
 OTHER_PEERS = tuple(name for name in peers.NAMES if name not in ("detkern", "cublas"))

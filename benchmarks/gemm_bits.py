@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import peers, records, shapes
+from detkern.measure import peers, records, shapes
+from detkern.measure.operands import POISON, Operands
+from detkern.measure.shapes import Product
+
 from .forced import contract_of, forced_call, tiles_of
 from .gemm_record import key, merged, sources
-from .operands import POISON, Operands
-from .shapes import Product
 
 __all__ = ["OTHER_POISON", "compare", "run", "run_general"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import records, shapes
+from detkern.measure import records, shapes
 
 __all__ = ["LARGEST_ERROR", "key", "merged", "sources"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import shapes
+from detkern.measure import shapes
 
 __all__ = ["LIMIT_OF_ONE", "RANGES", "Result", "evaluate", "exceptions", "markdown", "plots", "report"]
 

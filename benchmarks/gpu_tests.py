@@ -23,7 +23,7 @@ import xml.etree.ElementTree as tree
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARTS = ("compile", "tests", *SANITIZERS, "golden")
@@ -111,7 +111,7 @@ def tests_part(logs: Path, limit: float, select: str | None, processes: int) -> 
     # By name, so that tests of other things need not be importable here.
     files = [
         str(path)
-        for path in sorted((records.ROOT / "tests").glob("test_*.py"))
+        for path in sorted((records.ROOT / "tests").rglob("test_*.py"))
         if re.search(r"\bgpu\b|\bframeworks\b", path.read_text())
     ]
     extra = ["--durations=15", *files, *(["-k", select] if select else [])]
@@ -132,7 +132,7 @@ def sanitizer_part(tool: str, logs: Path, limit: float) -> dict[str, Any]:
         # cuda-bindings asks the driver for all functions it knows of, and an older driver refuses the newest. What detkern
         # itself calls raises where it fails.
         command += ["--report-api-errors", "no"]
-    command += _pytest("sanitizer", junit, "tests/test_cu_gpu_sanitizer.py")
+    command += _pytest("sanitizer", junit, "tests/package/cu/test_cu_gpu_sanitizer.py")
     try:
         status, seconds = _run(command, logs / f"{tool}.log", limit)
     except OSError as error:

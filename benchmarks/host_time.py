@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
+
 from .drawn_report import percentile
 
 __all__ = ["COUNT", "P50_US", "P99_US", "main", "measure", "row", "sources"]

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 from detkern.cu import loader
-
-from . import records
+from detkern.measure import records
 
 __all__ = ["rekeyed"]
 

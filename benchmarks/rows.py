@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 SHAPES = ((4096, 4096), (32, 151_936))
 TYPES = ("float32", "bfloat16")

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import records, timing
+from detkern.measure import records, timing
+
 from .cpu_gemm import cpu_model
 
 WIDTHS = (16, 128, 1024, 4096, 32_768, 151_936, 262_144)

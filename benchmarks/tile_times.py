@@ -2,7 +2,7 @@
 
 Timing every tile of the table well would take seconds a product. So tiles that the tables predict to take more than WITHIN
 times the least are left out (but for the one that detkern chooses), the rest are timed roughly, and those that came close to
-the fastest are timed in turn as benchmarks/timing.py does.
+the fastest are timed in turn as detkern/measure/timing.py does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import timing
-from .drawn import Drawn
+from detkern.measure import timing
+from detkern.measure.drawn import Drawn
+from detkern.measure.pool import Set
+
 from .forced import forced_calls, seen
-from .pool import Set
 
 __all__ = ["WITHIN", "TileTimes", "considered", "measure", "regret"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 TURNS = 15
 WARM = 3  # turns that are not counted

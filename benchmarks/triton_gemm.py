@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import records, timing
+from detkern.measure import records, timing
 
 M = 4096
 PROJECTIONS = ((4096, 12288), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 32000))  # K, N

@@ -23,12 +23,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from detkern.measure import records, shapes, timing
+from detkern.measure.operands import Operands
+from detkern.measure.shapes import Product
 from detkern.vocabulary.contracts import CONTRACTS
 
-from . import records, shapes, timing
 from .forced import forced_call, tiles_of
-from .operands import Operands
-from .shapes import Product
 
 TURNS, WARM, TURN_US = 5, 1, 700.0
 FILE = Path(__file__).resolve().parent.parent / "detkern" / "cu" / "tiles" / "tuned.json"

@@ -38,6 +38,17 @@ print([name for name in {FRAMEWORKS!r} if name in sys.modules])
     assert run(code).strip() == "[]"
 
 
+def test_measuring_code_touches_no_framework_until_it_measures() -> None:
+    """But for the peer that is a Triton kernel; and `import detkern` does not bring measuring code in."""
+    code = f"""
+import sys, detkern
+print([name for name in sys.modules if name.startswith("detkern.measure")])
+from detkern.measure import cublaslt, drawn, models, operands, peers, pool, records, shapes, timing
+print([name for name in {FRAMEWORKS!r} if name in sys.modules], len(models.load()) > 60, len(shapes.load().layers))
+"""
+    assert run(code).splitlines() == ["[]", "[] True 18"]
+
+
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_one_framework_does_not_bring_in_another(name: str) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed")

@@ -34,7 +34,7 @@ def test_every_file_of_the_package_is_installed() -> None:
         for pattern in ["*.py", *patterns["*"], *patterns.get(package, [])]:
             installed.update(folder.glob(pattern))
     there = {path for path in ROOT.glob("detkern/**/*") if path.is_file() and "__pycache__" not in path.parts}
-    assert {path.suffix for path in there} >= {".py", ".cpp", ".h", ".cu", ".cuh", ".json", ".j2", ".typed"}
+    assert {path.suffix for path in there} >= {".py", ".cpp", ".h", ".cu", ".cuh", ".json", ".j2", ".toml", ".typed"}
     assert sorted(str(path.relative_to(ROOT)) for path in there - installed) == []
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import peers, timing
+from detkern.measure import peers, timing
 
 
 class Graph:

@@ -1,4 +1,4 @@
-"""What test_benchmarks_peers.py runs with TRITON_INTERPRET=1: the benchmark's persistent kernel beside PyTorch's matmul."""
+"""What test_measure_peers.py runs with TRITON_INTERPRET=1: the benchmark's persistent kernel beside PyTorch's matmul."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import persistent_triton
+from detkern.measure import persistent_triton
 
 generator = torch.Generator().manual_seed(1)
 compared = 0

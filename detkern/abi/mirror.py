@@ -1,4 +1,4 @@
-"""abi.h in ctypes, field by field in the same order; tests/test_abi.py holds every offset to what a C compiler says."""
+"""abi.h in ctypes, field by field in the same order; test_abi.py holds every offset to what a C compiler says."""
 
 from __future__ import annotations
 

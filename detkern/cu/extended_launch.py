@@ -6,9 +6,11 @@ CuPy's launchKernel takes no launch attributes, so these go through the driver's
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from .. import config
+from . import tensor_map
 from .geometry import Launch
 
 __all__ = ["ExtendedLaunch", "LaunchFailure"]
@@ -29,9 +31,7 @@ class ExtendedLaunch:
     __slots__ = ("_configurations", "_driver", "_maps", "function", "launch")
 
     def __init__(self, function: int, launch: Launch) -> None:
-        from cuda.bindings import driver
-
-        self._driver: Any = driver
+        self._driver = tensor_map.bindings()
         self.function = function  # CUfunction
         self.launch = launch
         self._configurations: dict[tuple[int, bool], Any] = {}
@@ -67,23 +67,33 @@ class ExtendedLaunch:
         return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
 
     def _configure(self, stream: int, dependent: bool) -> Any:
-        driver = self._driver
-        result = driver.CUlaunchConfig()
-        result.gridDimX, result.gridDimY, result.gridDimZ = self.launch.grid, 1, 1
-        result.blockDimX, result.blockDimY, result.blockDimZ = self.launch.threads, 1, 1
-        result.sharedMemBytes = self.launch.build.shared_bytes
-        result.hStream = stream
-        attributes = []
-        if self.launch.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = self.launch.cluster, 1, 1
-            attributes.append(attribute)
-        if dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        result.attrs, result.numAttrs = attributes, len(attributes)
-        return result
+        chosen = self.launch
+        return _configuration(
+            self._driver, chosen.grid, chosen.threads, chosen.build.shared_bytes, chosen.cluster, stream, dependent
+        )
+
+
+# Shared by plans: numbers of rows differ more than grids do. Nothing changes one after it is made.
+@functools.lru_cache(maxsize=1024)
+def _configuration(
+    driver: Any, grid: int, threads: int, shared_bytes: int, cluster: int, stream: int, dependent: bool
+) -> Any:
+    result = driver.CUlaunchConfig()
+    result.gridDimX, result.gridDimY, result.gridDimZ = grid, 1, 1
+    result.blockDimX, result.blockDimY, result.blockDimZ = threads, 1, 1
+    result.sharedMemBytes = shared_bytes
+    result.hStream = stream
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        attributes.append(attribute)
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    result.attrs, result.numAttrs = attributes, len(attributes)
+    return result

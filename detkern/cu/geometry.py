@@ -29,10 +29,11 @@ from ..vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..vocabulary.dtypes import DType, by_name
 from . import time_model
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_pairs, output_map_shape
 from .tuned import labels
 
 __all__ = [
+    "Chooser",
     "Launch",
     "Load",
     "Maps",
@@ -177,7 +178,8 @@ class Tile:
         return " ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, here and where plans are made: a frozen dataclass costs three times as much to make. Nobody changes one.
+@dataclass(slots=True)
 class Maps:
     """What TMA is told of the operands, and of the output where it writes that too."""
 
@@ -191,7 +193,7 @@ class Maps:
         return int(self.a.boxes is not None) | int(self.b.boxes is not None) << 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps: where the
     kernel takes them. prefetch_bytes: of B, that each CTA asks the L2 cache for while the grid before still ends."""
@@ -357,20 +359,21 @@ def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
     return _transposed(problem) if tile.swapped else problem
 
 
+def _along(size: int, unit: int, pairs: bool) -> int:
+    """Tiles of `unit` along a size. pairs: they are in clusters of two, the second of which may be outside."""
+    return -(-size // (2 * unit)) * 2 if pairs else -(-size // unit)
+
+
 def _tile_count(problem: GemmProblem, tile: Tile) -> int:
     """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem: oriented."""
-    rows, columns = tile["TILE_M"], tile["TILE_N"]
-    count = -(-problem.m // (2 * rows)) * 2 if tile.shares == SHARED_B else -(-problem.m // rows)
-    count *= -(-problem.n // (2 * columns)) * 2 if tile.shares == SHARED_A else -(-problem.n // columns)
-    for size in problem.batch:
-        count *= size
-    return count
+    count = _along(problem.m, tile["TILE_M"], tile.shares == SHARED_B)
+    return count * _along(problem.n, tile["TILE_N"], tile.shares == SHARED_A) * math.prod(problem.batch)
 
 
-def _cluster(problem: GemmProblem, tile: Tile) -> int:
+def _cluster(m: int, tile: Tile) -> int:
     """The CTAs of a cluster. Two run on a pair of multiprocessors; of tiles below one another, which are launched one behind
-    the other, what they read of B comes faster there, whether the kernel knows of it or not."""
-    pairs = tile.table == "mma_wgmma" and problem.m > tile["TILE_M"]
+    the other, what they read of B comes faster there, whether the kernel knows of it or not. m: of the oriented problem."""
+    pairs = tile.table == "mma_wgmma" and m > tile["TILE_M"]
     return 2 if tile.shares or pairs else 1
 
 
@@ -384,40 +387,58 @@ def launch_for(
     problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load] | None = None
 ) -> Launch:
     """The launch of a given tile. loads: slower paths than the operands allow, for tests."""
-    load_a, load_b = loads or load_paths(problem)
-    maps = _maps(problem, tile, load_a, load_b) if tile.by_tma else None
-    problem = oriented(problem, tile)
-    if not _has_rows_to_share(problem, tile):
-        raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {problem} has fewer")
-    cluster = _cluster(problem, tile)
-    # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
-    # run at once, each of which walks over several tiles.
-    walks = tile.by_tma or _scratch_bytes(tile, problem.k, 1) > 0
-    most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
-    grid = cluster * max(1, min(-(-_tile_count(problem, tile) // cluster), most // cluster))
-    return Launch(
-        tile=tile,
-        build=build_for(problem.contract, problem.a.dtype, tile, load_a, load_b),
-        load_a=load_a,
-        load_b=load_b,
-        grid=grid,
-        threads=tile.threads,
-        scratch_bytes=_scratch_bytes(tile, problem.k, grid),
-        cluster=cluster,
-        maps=maps,
-        prefetch_bytes=_prefetch_bytes(problem, tile, grid, multiprocessors),
-    )
+    return _Fitted(problem, tile, multiprocessors, loads or load_paths(problem)).launch(problem)
 
 
-def _prefetch_bytes(problem: GemmProblem, tile: Tile, grid: int, multiprocessors: int) -> int:
+class _Fitted:
+    """A tile for the products of one layout: what does not depend on m is worked out once, so that an m that was never seen
+    costs little."""
+
+    __slots__ = (
+        "_build", "_cluster", "_loads", "_maps", "_most", "_multiprocessors", "_others", "_scratch", "_threads", "_tile", "_unit",
+    )  # fmt: skip
+
+    def __init__(self, problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load]) -> None:
+        self._tile, self._loads, self._multiprocessors = tile, loads, multiprocessors
+        self._build = build_for(problem.contract, problem.a.dtype, tile, *loads)
+        self._maps = _FittedMaps(problem, tile, *loads) if tile.by_tma else None
+        self._threads = tile.threads
+        self._scratch = _scratch_bytes(tile, problem.k, 1)
+        # Of the tile along the caller's m, and tiles along all else.
+        rows, columns = (tile["TILE_M"], tile.shares == SHARED_B), (tile["TILE_N"], tile.shares == SHARED_A)
+        self._unit, across = (columns, rows) if tile.swapped else (rows, columns)
+        self._others = _along(problem.n, *across) * math.prod(problem.batch)
+        self._cluster = _cluster(problem.n, tile) if tile.swapped else None
+        # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
+        # run at once, each of which walks over several tiles.
+        walks = tile.by_tma or self._scratch > 0
+        self._most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
+
+    def launch(self, problem: GemmProblem) -> Launch:
+        """Of a problem of the layout."""
+        tile, m = self._tile, problem.m
+        maps = None if self._maps is None else self._maps.of(problem)
+        if tile.shares and not _has_rows_to_share(turned := oriented(problem, tile), tile):
+            raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {turned} has fewer")
+        cluster = self._cluster or _cluster(m, tile)
+        count = _along(m, *self._unit) * self._others
+        grid = cluster * max(1, min(-(-count // cluster), self._most // cluster))
+        return Launch(
+            tile, self._build, *self._loads, grid, self._threads, self._scratch * grid, cluster, maps,
+            _prefetch_bytes(problem, tile, count, grid, self._multiprocessors),
+        )  # fmt: skip
+
+
+def _prefetch_bytes(problem: GemmProblem, tile: Tile, count: int, grid: int, multiprocessors: int) -> int:
     """Launch.prefetch_bytes: a quarter of what the CTA reads of B in all, from 32 to 128 KiB (docs/hopper.md). 32 where
     other CTAs ask for the same columns, and where a chain takes longer than memory: its first operands come behind the rest.
+    count: of tiles.
     """
     if tile.table != "mma_wgmma" or problem.batch:
         return 0
     if tile.swapped or tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
         return _PREFETCH_UNIT
-    read = 2 * problem.k * tile["TILE_N"] * -(-_tile_count(problem, tile) // grid)
+    read = 2 * problem.k * tile["TILE_N"] * -(-count // grid)
     return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
 
 
@@ -443,6 +464,34 @@ def _writes(tile: Tile, pairs: bool, mapped: bool) -> bool:
 
 def _along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
     return loads[0] == Load.K_MAJOR, loads[1] == Load.K_MAJOR
+
+
+class _FittedMaps:
+    """The maps of a tile for the products of one layout. Where the lines of a run along k, and so m of them lie below one another
+    as in the output, only their number changes with m. b's map is one for all, and keeps what the driver made of it."""
+
+    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_tile")
+
+    def __init__(self, problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> None:
+        self._tile, self._loads = tile, (load_a, load_b)
+        made = _maps(problem, tile, load_a, load_b)
+        self._a, self._b = (made.b, made.a) if tile.swapped else (made.a, made.b)
+        self._out, self._few = made.out, 0
+        self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
+        if self._by_lines and not tile.swapped:
+            self._a = _operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
+            if not (tile.fills and self._a.whole):
+                self._few = tile["TILE_M"]
+
+    def of(self, problem: GemmProblem) -> Maps:
+        """Of a problem of the layout."""
+        m = problem.m
+        if not (self._by_lines and 1 < m <= SIZE_LIMIT):
+            return _maps(problem, self._tile, *self._loads)
+        # Boxes of a have no more rows than there are.
+        a = self._a.with_lines(m) if m >= self._few else self._a.with_lines(m, rows=m)
+        out = None if self._out is None else self._out.with_lines(m)
+        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out)
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
@@ -512,7 +561,8 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
     )
 
 
-class _Modelled(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Modelled:
     """Tiles that time_model.py can choose from, what it knows of them, and the least m that each of them takes."""
 
     tiles: tuple[Tile, ...]
@@ -534,7 +584,12 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
             and (not tile.shares or rows >= tile["TILE_M"])
         ):
             found.append(tile)
-    return _prepared(tuple(found), layout, multiprocessors) if found else None
+    if not found:
+        return None
+    # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
+    shapes = model_shapes(found)
+    least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
+    return _Modelled(tuple(found), _prepared(found, layout, multiprocessors), least, int(least.max()))
 
 
 def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
@@ -554,15 +609,12 @@ def model_shapes(tiles: Sequence[Tile]) -> time_model.TileShapes:
     )
 
 
-def _prepared(tiles: tuple[Tile, ...], layout: _Layout, multiprocessors: int) -> _Modelled:
-    shapes = model_shapes(tiles)
+def _prepared(tiles: Sequence[Tile], layout: _Layout, multiprocessors: int) -> time_model.Prepared:
     product = time_model.Product(
         layout.n, layout.k, _along_k(layout.loads), layout.broken, layout.f32, layout.accumulate, layout.batch
     )
     numbers = time_model.numbers(tuple(map(str, tiles)))
-    # A swapped tile's tokens are whole boxes, and CTAs that share an operand copy parts of whole tiles.
-    least = np.where(shapes.swapped, shapes.columns, np.where(shapes.share > 0, shapes.rows, 0.0))
-    return _Modelled(tiles, time_model.prepare(shapes, numbers, product, multiprocessors), least, int(least.max()))
+    return time_model.prepare(model_shapes(tiles), numbers, product, multiprocessors)
 
 
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
@@ -570,7 +622,7 @@ def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> floa
     CTAs, then what is left on the multiprocessors; no less than the operands take from memory."""
     if tile.table == _MODELLED:
         layout = _layout(problem, load_paths(problem))
-        return float(time_model.times_us(_prepared((tile,), layout, multiprocessors).prepared, problem.m)[0])
+        return float(time_model.times_us(_prepared((tile,), layout, multiprocessors), problem.m)[0])
     at_once = tile["CTAS_PER_SM"]
     waves, left = divmod(_tile_count(problem, tile), multiprocessors * at_once)
     time = waves * tile.wave_us
@@ -597,32 +649,96 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
     ]
 
 
-@functools.lru_cache(maxsize=16384)
-def _fastest(layout: _Layout, capability: tuple[int, int], multiprocessors: int, whole: int, m: int) -> Tile | None:
-    """The tile that time_model.py predicts to be fastest, of those that take `whole` rows; None where there are none."""
-    found = _modelled(layout, capability, multiprocessors)
-    if found is None:
-        return None
-    times = time_model.times_us(found.prepared, m)
-    if whole < found.always:
-        times = np.where(whole < found.least, np.inf, times)
-    place = int(times.argmin())
-    return found.tiles[place] if math.isfinite(times[place]) else None
+@functools.lru_cache(maxsize=2048)
+def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
+    """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices (`_choice`), which
+    take four times as long as one. None where there are none."""
+    first = group * _AT_ONCE
+    whole, rows = zip(*map(_rows_of_choice, range(first, first + _AT_ONCE)), strict=True)
+    times = time_model.times_us_of_each(found.prepared, rows)
+    if whole[0] < found.always:
+        times[np.array(whole)[:, None] < found.least] = np.inf
+    places = times.argmin(1)
+    return [
+        found.tiles[place] if math.isfinite(us) else None
+        for place, us in zip(places.tolist(), times[_EACH_CHOICE, places].tolist(), strict=True)
+    ]
 
 
-def _fastest_modelled(
-    problem: GemmProblem, capability: tuple[int, int], multiprocessors: int, loads: tuple[Load, Load]
-) -> Tile | None:
-    """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
-    if problem.contract != MMA16 or Load.STRIDED in loads or _CAPABILITY_OF[_MODELLED] != capability:
-        return None
-    if math.prod(problem.batch) * problem.m * problem.n > _SMALLEST_TILE * _GRID_LIMIT:
-        able = [tile for tile in candidates(problem, capability, loads) if tile.table == _MODELLED]
-        return min(able, key=lambda tile: predicted_us(problem, tile, multiprocessors), default=None)
-    # Sides of tiles are multiples of 8: so are the m that a choice is made for.
-    m = max(problem.m, 1)
-    whole, rows = (m, m) if m <= _EACH_M else (m // 8 * 8, -(-m // 8) * 8)
-    return _fastest(_layout(problem, loads), capability, multiprocessors, whole, rows)
+# Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8 and one for
+# what is between two of them, since sides of tiles are multiples of 8.
+_AT_ONCE = 32
+_EACH_CHOICE = np.arange(_AT_ONCE)
+
+
+def _choice(m: int) -> int:
+    return m if m <= _EACH_M else 2 * (m // 8) + (m % 8 > 0) + _EACH_M - _EACH_M // 4
+
+
+def _rows_of_choice(number: int) -> tuple[int, int]:
+    """The rows that there are at least, and those that the time is predicted for."""
+    if number <= _EACH_M:
+        return max(number, 1), max(number, 1)
+    eighths, between = divmod(number - _EACH_M + _EACH_M // 4, 2)
+    return 8 * eighths, 8 * (eighths + between)
+
+
+class Chooser:
+    """`choose` for the products of one layout, which differ in m alone: what else a choice needs is worked out once."""
+
+    __slots__ = (
+        "_by_lines", "_capability", "_fitted", "_loads", "_modelled", "_most", "_multiprocessors", "_of_model"
+    )  # fmt: skip
+
+    def __init__(self, problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> None:
+        self._capability, self._multiprocessors = capability, multiprocessors
+        self._loads = load_paths(problem)
+        self._fitted: dict[int, _Fitted] = {}
+        self._of_model = (
+            problem.contract == MMA16 and Load.STRIDED not in self._loads and _CAPABILITY_OF[_MODELLED] == capability
+        )
+        # The most rows that tiles are chosen for by the model.
+        self._most = _SMALLEST_TILE * _GRID_LIMIT // max(math.prod(problem.batch) * problem.n, 1)
+        # What the model asks of a layout depends on m where a's lines run along it, and where there is one of them.
+        self._by_lines = self._loads[0] == Load.K_MAJOR and problem.m > 1
+        self._modelled = self._model(problem) if self._of_model and self._by_lines else None
+
+    def __call__(self, problem: GemmProblem) -> Launch:
+        """As `choose`, of a problem of the layout."""
+        tile = (self._fastest_modelled(problem) if self._of_model else None) or self._fastest_measured(problem)
+        fitted = self._fitted.get(id(tile))
+        if fitted is None:
+            fitted = self._fitted[id(tile)] = _Fitted(problem, tile, self._multiprocessors, self._loads)
+        return fitted.launch(problem)
+
+    def _model(self, problem: GemmProblem) -> _Modelled | None:
+        return _modelled(_layout(problem, self._loads), self._capability, self._multiprocessors)
+
+    def _fastest_modelled(self, problem: GemmProblem) -> Tile | None:
+        """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
+        m = problem.m
+        if m > self._most:
+            able = [tile for tile in candidates(problem, self._capability, self._loads) if tile.table == _MODELLED]
+            return min(able, key=lambda tile: predicted_us(problem, tile, self._multiprocessors), default=None)
+        found = self._modelled if self._by_lines and 1 < m <= SIZE_LIMIT else self._model(problem)
+        if found is None:
+            return None
+        group, place = divmod(_choice(m), _AT_ONCE)
+        return _fastest(found, group)[place]
+
+    def _fastest_measured(self, problem: GemmProblem) -> Tile:
+        """Of the other kernels."""
+        tiles = [tile for tile in candidates(problem, self._capability, self._loads) if tile.table != _MODELLED]
+        if not tiles:
+            capability = "{}.{}".format(*self._capability)
+            raise DeviceError(
+                f"no tile of {problem.contract} fits the shared memory of compute capability {capability}"
+            )
+        if not problem.batch:
+            names = "".join(load.name[0] for load in self._loads)
+            known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, self._multiprocessors)
+            tiles = [tile for tile in tiles if str(tile) in known] or tiles
+        return min(tiles, key=lambda tile: predicted_us(problem, tile, self._multiprocessors))
 
 
 def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: int) -> Launch:
@@ -630,19 +746,4 @@ def choose(problem: GemmProblem, capability: tuple[int, int], multiprocessors: i
 
     Raises DeviceError where no tile fits the device.
     """
-    loads = load_paths(problem)
-    modelled = _fastest_modelled(problem, capability, multiprocessors, loads)
-    if modelled is not None:
-        return launch_for(problem, modelled, multiprocessors, loads)
-    tiles = [tile for tile in candidates(problem, capability, loads) if tile.table != _MODELLED]
-    if not tiles:
-        raise DeviceError(
-            f"no tile of {problem.contract} fits the shared memory of compute capability {capability[0]}.{capability[1]}"
-        )
-    if not problem.batch:
-        names = "".join(load.name[0] for load in loads)
-        known = labels(problem.contract.name, names, problem.m, problem.n, problem.k, multiprocessors)
-        tiles = [tile for tile in tiles if str(tile) in known] or tiles
-    return launch_for(
-        problem, min(tiles, key=lambda tile: predicted_us(problem, tile, multiprocessors)), multiprocessors, loads
-    )
+    return Chooser(problem, capability, multiprocessors)(problem)

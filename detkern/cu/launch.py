@@ -19,7 +19,7 @@ from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
-from .geometry import Launch, Maps, choose, oriented
+from .geometry import Chooser, Launch, Maps, oriented
 from .loader import load_function
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
@@ -30,6 +30,9 @@ MAX_BATCH_RANK = 8
 _FIELDS = struct.Struct(f"<11q6i{4 * MAX_BATCH_RANK}q")
 _BLOCK = struct.Struct(f"<5Q{_FIELDS.size}s")
 PARAMS_BYTES = _BLOCK.size
+# Where, in what is packed, m, n and prefetch_bytes are.
+_SIZE = struct.Struct("<q")
+_M, _N, _PREFETCH = 0, 8, 80
 
 _PLANS = 256  # numbers of rows of one layout, kept at most; a plan is about 1 KiB
 
@@ -63,7 +66,7 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """Everything about a launch but its pointers and its stream. Kernel parameters come from `params`; `offsets` are what
     is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes. swapped:
@@ -83,19 +86,48 @@ class Plan:
 _captured: list[Any] = []
 
 
-def plan_for(problem: GemmProblem, device: CudaDevice, stream: int, chosen: Launch | None = None) -> Plan:
+class Layout:
+    """What the plans of one layout, which differ in the number of rows, share."""
+
+    __slots__ = ("_packed", "choose", "offsets")
+
+    def __init__(self, problem: GemmProblem, device: CudaDevice) -> None:
+        self.choose = Chooser(problem, device.capability, device.multiprocessors)
+        outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
+        self.offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
+        self._packed: dict[tuple[int, int], tuple[Launch, bytes]] = {}
+
+    def params(self, problem: GemmProblem, chosen: Launch) -> bytes:
+        """`pack_params` of a problem of the layout. Of one kernel's only the rows and prefetch_bytes differ, and where there are
+        few rows the boxes."""
+        key = id(chosen.tile), 0 if chosen.maps is None else chosen.maps.whole_boxes
+        kept = self._packed.get(key)
+        if kept is None:
+            block = pack_params(oriented(problem, chosen.tile), chosen.maps, chosen.prefetch_bytes)
+            self._packed[key] = chosen, block  # the launch, whose tile keeps its id then
+            return block
+        block = kept[1]
+        rows = _N if chosen.tile.swapped else _M
+        return b"".join((
+            block[:rows], _SIZE.pack(problem.m), block[rows + 8 : _PREFETCH], _SIZE.pack(chosen.prefetch_bytes), block[_PREFETCH + 8 :],
+        ))  # fmt: skip
+
+
+def plan_for(
+    problem: GemmProblem, device: CudaDevice, stream: int, chosen: Launch | None = None, layout: Layout | None = None
+) -> Plan:
     """A new plan. The kernel is compiled and loaded here, on the device, which must be current.
 
-    chosen: a geometry to use instead of the one that the tile tables give.
+    chosen: a geometry to use instead of the one that the tile tables give. layout: the problem's.
     """
+    if layout is None:
+        layout = Layout(problem, device)
     if chosen is None:
-        chosen = choose(problem, device.capability, device.multiprocessors)
+        chosen = layout.choose(problem)
     kernel = load_function(device.index, device.capability, chosen.build, stream)
-    outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
-    offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
     extended = None if chosen.maps is None else ExtendedLaunch(kernel.ptr, chosen)
-    params = pack_params(oriented(problem, chosen.tile), chosen.maps, chosen.prefetch_bytes)
-    return Plan(problem, kernel.ptr, chosen, params, offsets, extended, chosen.tile.swapped)
+    params = layout.params(problem, chosen)
+    return Plan(problem, kernel.ptr, chosen, params, layout.offsets, extended, chosen.tile.swapped)
 
 
 def enqueue(
@@ -135,10 +167,11 @@ class Launches:
     """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows, on which its tile
     may depend. Nothing waits for the device, nothing is read back."""
 
-    __slots__ = ("_problem", "plans")
+    __slots__ = ("_layout", "_problem", "plans")
 
     def __init__(self, problem: GemmProblem) -> None:
         self._problem = problem
+        self._layout: Layout | None = None
         self.plans: PlanCache[int, Plan] = PlanCache(_PLANS)
 
     def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
@@ -150,9 +183,26 @@ class Launches:
         plan = self.plans.get(m) or self.plans.recall(m)
         if plan is None:
             problem = self._problem.with_rows(m)
-            facts = describe(problem.device.index)
-            plan = self.plans.keep(m, on_device(problem, plan_for, problem, facts, execution.stream))
-        on_device(plan.problem, enqueue, plan, a, b, out, bias, execution)
+            on_device(problem, self._first, problem, a, b, out, bias, execution)
+        else:
+            on_device(plan.problem, enqueue, plan, a, b, out, bias, execution)
+
+    def _first(
+        self,
+        problem: GemmProblem,
+        a: TensorView,
+        b: TensorView,
+        out: TensorView,
+        bias: TensorView | None,
+        execution: Execution,
+    ) -> None:
+        """The call that makes the plan of a number of rows."""
+        facts = describe(problem.device.index)
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = Layout(problem, facts)
+        plan = self.plans.keep(problem.m, plan_for(problem, facts, execution.stream, None, layout))
+        enqueue(plan, a, b, out, bias, execution)
 
 
 def launch(

@@ -20,10 +20,19 @@ from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 from ..vocabulary.dtypes import BF16, F16, F32, DType
 
-__all__ = ["BOX_WIDTH", "MapShape", "available", "map_shapes", "out_pairs", "output_map_shape"]
+__all__ = [
+    "BOX_WIDTH",
+    "SIZE_LIMIT",
+    "MapShape",
+    "available",
+    "bindings",
+    "map_shapes",
+    "out_pairs",
+    "output_map_shape",
+]
 
 BOX_WIDTH = 64
-_SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
+SIZE_LIMIT = 2**31 - 1  # of a dimension: coordinates are 32-bit integers
 _STRIDE_LIMIT = 2**40  # bytes
 _MAPS = 256  # kept of one shape at most, a map 128 bytes
 
@@ -44,7 +53,8 @@ def available() -> bool:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: two are made for each number of rows. Nobody changes one.
+@dataclass(slots=True)
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
     two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`); inner:
@@ -62,6 +72,15 @@ class MapShape:
     def whole(self) -> bool:
         """Whether lines are of whole boxes, and may be cut into them."""
         return self.sizes[0] % BOX_WIDTH == 0 and self.inner is None
+
+    def with_lines(self, across: int, rows: int | None = None) -> MapShape:
+        """The map of another number of lines; with `rows`, of boxes of so many of them, one at a time."""
+        (along, _, batch), boxes = self.sizes, self.boxes
+        if rows is None:
+            rows = self.rows
+        else:
+            boxes = None
+        return MapShape(self.dtype, (along, across, batch), self.strides, rows, boxes, self.inner)
 
     def dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(sizes, strides but for the first, sizes of a box) of the map's four dimensions."""
@@ -86,31 +105,44 @@ class MapShape:
         return found
 
     def _encode(self, pointer: int) -> Any:
-        from cuda.bindings import driver
-
-        kinds = driver.CUtensorMapDataType
-        kind = {
-            F16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            BF16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        }[self.dtype]
+        driver = bindings()
         sizes, strides, box = self.dimensions()
+        kind, stride_words, box_words, steps, how = _constants(driver, self.dtype.code, strides, box)
         error, found = driver.cuTensorMapEncodeTiled(
-            kind,
-            len(sizes),
-            pointer,
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * len(sizes),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            # With 256 bytes weights that are read once came 4 to 7 % slower from memory.
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            kind, len(sizes), pointer, [*map(driver.cuuint64_t, sizes)], stride_words, box_words, steps, *how
         )
         if error:
             raise DeviceError(f"the driver made no tensor map ({error.name}) of {self} at address {pointer:#x}")
         return found
+
+
+@functools.cache
+def bindings() -> Any:
+    """cuda.bindings.driver, which is there where tensor maps are `available`."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+# What differs with the number of lines is in none of these.
+@functools.lru_cache(maxsize=1024)
+def _constants(driver: Any, code: int, strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
+    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the bindings want
+    them. code: of the type."""
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        F16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        BF16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[code]
+    how = (
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        # With 256 bytes weights that are read once came 4 to 7 % slower from memory.
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words, short = [*map(driver.cuuint64_t, strides)], driver.cuuint32_t
+    return kind, words, [*map(short, box)], [short(1)] * len(box), how
 
 
 def _shape(
@@ -133,10 +165,7 @@ def _shape(
     inner = rest[0] if rest else None
     strides = (stride * size, outer[1])
     sizes = (along, across, outer[0])
-    if (
-        max(*sizes, rest[0][0] if rest else 1) > _SIZE_LIMIT
-        or max(*strides, rest[0][1] if rest else 0) >= _STRIDE_LIMIT
-    ):
+    if max(*sizes, rest[0][0] if rest else 1) > SIZE_LIMIT or max(*strides, rest[0][1] if rest else 0) >= _STRIDE_LIMIT:
         return None
     return MapShape(matrix.dtype, sizes, strides, 0, inner=inner)
 
@@ -150,7 +179,7 @@ def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapSha
     """
     if problem.k == 0 or len(problem.batch) > 2 or problem.a.dtype not in (F16, BF16):
         return None
-    if max(problem.m, problem.n) > _SIZE_LIMIT:
+    if max(problem.m, problem.n) > SIZE_LIMIT:
         return None
     a, b, batch = problem.a, problem.b, problem.batch
     shapes = (

@@ -14,12 +14,13 @@ _V = TypeVar("_V")
 
 class PlanCache(Generic[_K, _V]):
     """At most `limit` plans by their keys, for any number of threads. Where one more comes, those go that were not used for
-    longest, half of `limit` at a time: a stream of keys that are used once does not drive out one that is used all along.
+    longest, half of `limit` at a time: a stream of keys that are used once does not drive out one that is used all along. What
+    goes is found no more, and given back one by one, as others come: a hundred plans at once would take as long as ten calls.
 
     A look-up is `get(key) or recall(key)`: `get` finds what was used of late, and takes no lock.
     """
 
-    __slots__ = ("_half", "_lock", "_old", "_young", "get")
+    __slots__ = ("_half", "_leaving", "_lock", "_old", "_young", "get")
 
     get: Callable[[_K], _V | None]
 
@@ -32,6 +33,7 @@ class PlanCache(Generic[_K, _V]):
         """Keep nothing."""
         with self._lock:
             self._old: dict[_K, _V] = {}
+            self._leaving: dict[_K, _V] = {}
             self._renew()
 
     def _renew(self) -> None:
@@ -46,11 +48,16 @@ class PlanCache(Generic[_K, _V]):
 
     def keep(self, key: _K, plan: _V) -> _V:
         """Keep a plan, and return it."""
+        gone = None  # given back after the lock
         with self._lock:
-            if len(self._young) >= self._half and key not in self._young:
-                self._old = self._young
-                self._renew()
+            if key not in self._young:
+                if len(self._young) >= self._half:
+                    self._leaving, self._old = self._old, self._young
+                    self._renew()
+                if self._leaving:
+                    gone = self._leaving.popitem()
             self._young[key] = plan
+        del gone
         return plan
 
     def __len__(self) -> int:
