@@ -1,14 +1,15 @@
 """Whether two commits compile to the same kernels: `python -m benchmarks.machine_code COMMIT`.
 
 Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a. The PTX of every build is
-compared first: ptxas is a function of it, so equal PTX is equal machine code. Where PTX differs, and of a seeded sample beside
-the smallest and the largest tile of each kernel and pair of load paths, the machine code itself is compared: the sections of
-the cubin with the instructions, constants and what the driver is told of registers and shared memory. Needs no GPU.
+compared first, but for the constants of the source that no instruction reads: ptxas is a function of it, so equal PTX is equal
+machine code. Where PTX differs, and of a seeded sample beside the smallest and the largest tile of each kernel and pair of load
+paths, the machine code itself is compared: instructions, their constants, shared memory, registers. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import hashlib
 import io
@@ -27,34 +28,47 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compare", "machine_code", "sections"]
+__all__ = ["compare", "instructions", "machine_code", "sections"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PTX, CUBIN = "compute_90a", "sm_90a"
-# Of a kernel: its instructions, its constants, and what the driver is told of registers and shared memory.
-_CODE = (".text.", ".nv.constant", ".nv.info", ".nv.shared")
+# Of a kernel: its instructions, their parameters and constants, its shared memory. What else a cubin has numbers its symbols.
+_CODE = (".text.", ".nv.constant0.", ".nv.constant2.", ".nv.constant3", ".nv.shared.")
+_REGISTERS = 24  # the bit of a .text section's `info` from which on it is the number of a thread's registers
 
 
-def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """The sections of a 64-bit ELF file: name and content."""
+def sections(image: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """The sections of a 64-bit ELF file: name, `info`, content."""
     offset, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
-    headers = [struct.unpack_from("<IIQQQQ", image, offset + number * size) for number in range(count)]
+    headers = [struct.unpack_from("<IIQQQQII", image, offset + number * size) for number in range(count)]
     strings = image[headers[names][4] :]
-    for name, kind, _, _, start, length in headers:
+    for name, kind, _, _, start, length, _, info in headers:
         label = strings[name : strings.index(b"\0", name)].decode()
-        yield label, b"" if kind == 8 else image[start : start + length]  # SHT_NOBITS has none in the file
+        yield label, info, b"" if kind == 8 else image[start : start + length]  # SHT_NOBITS has none in the file
 
 
 def machine_code(image: bytes) -> bytes:
     """Of a cubin what a device runs, with nothing that says where it came from."""
-    return b"".join(name.encode() + b"\0" + code for name, code in sorted(sections(image)) if name.startswith(_CODE))
+    found = sorted(section for section in sections(image) if section[0].startswith(_CODE))
+    return b"".join(
+        f"{name} {info >> _REGISTERS if name.startswith('.text') else ''}\0".encode() + code
+        for name, info, code in found
+    )
+
+
+def instructions(ptx: bytes) -> bytes:
+    """PTX without the constants of the source that nothing in it reads, which NVRTC lists in the order of their definition."""
+    named = re.compile(rb"^\.global .*?([\w$]+)(?:\[\d*\])?(?: = .*)?;$")
+    lines = ptx.splitlines()
+    used = collections.Counter(re.findall(rb"[\w$]+", ptx))
+    return b"\n".join(line for line in lines if not ((found := named.match(line)) is not None and used[found[1]] == 1))
 
 
 def _digest(build: Any, architecture: str) -> str:
     from detkern.cu.loader import compile_kernel
 
     image, _ = compile_kernel(build, architecture)
-    return hashlib.sha256(image if architecture == PTX else machine_code(image)).hexdigest()
+    return hashlib.sha256(instructions(image) if architecture == PTX else machine_code(image)).hexdigest()
 
 
 def every_build() -> dict[str, Any]:

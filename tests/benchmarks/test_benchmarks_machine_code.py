@@ -38,14 +38,22 @@ def test_machine_code_is_what_a_device_runs(tmp_path: Path, monkeypatch: pytest.
 
     try:
         one = compiled("one", TINY.format(value=1))
-        same = compiled("same", "// moved\n\n" + TINY.format(value="2 - 1"))
+        same = compiled("same", "// moved\nconstexpr int ONE = 1;\n" + TINY.format(value="ONE"))
         other = compiled("other", TINY.format(value=2))
     finally:
         loader.read_sources.cache_clear()
-    names = [name for name, _ in machine_code.sections(one)]
+    names = [name for name, *_ in machine_code.sections(one)]
     assert ".text.detkern_kernel" in names
-    assert ".nv.info.detkern_kernel" in names
+    assert machine_code.machine_code(one).startswith(b".nv.constant0.detkern_kernel \0")
     assert machine_code.machine_code(one) == machine_code.machine_code(same) != machine_code.machine_code(other)
+
+
+def test_constants_that_nothing_reads_are_not_in_the_way() -> None:
+    unread = b".global .align 4 .u32 WIDTH = 64;\n.global .align 1 .u8 _ZN4TileILi2EE3ANYE;\n"
+    read = b".global .align 4 .b8 table[8] = {1, 2, 3, 4, 5, 6, 7, 8};\n"
+    kernel = b".visible .entry one()\n{\nmov.u64 %rd1, table;\nret;\n}"
+    assert machine_code.instructions(unread + read + kernel) == read + kernel
+    assert machine_code.instructions(read + kernel.replace(b"table", b"other")) == kernel.replace(b"table", b"other")
 
 
 def test_the_sample_has_the_ends_of_each_kernel_and_load_path() -> None:
