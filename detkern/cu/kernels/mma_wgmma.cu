@@ -269,11 +269,15 @@ DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out
   } else if (p.bias_dtype != NONE) {
     const Epilogue epilogue(p, tile.batch);
 #pragma unroll
-    for (int j = 0; j < TILE_N / 8; ++j) {
-      float bias[2];
-      epilogue.load_bias(tile.column + 8 * j + thread_index() % 4 * 2, bias);
+    for (int part = 0; part < PARTS; ++part) {
+      SlabFragments& fragments = slab_part(acc, part);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[j][i] = __fadd_rn(acc[j][i], bias[i % 2]);
+      for (int j = 0; j < SLAB_N / 8; ++j) {
+        float bias[2];
+        epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fragments[j][i] = __fadd_rn(fragments[j][i], bias[i % 2]);
+      }
     }
   }
   if (p.out_dtype == F16) {
@@ -476,19 +480,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
-  unsigned char* shared = aligned_stages(unaligned);
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
   const StageRing ring{shared_address(shared), shared_address(shared) + BARRIERS_AT};
-  const int warp = warp_of_cta();
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and known to be
   const uint32_t blocks = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);
-  const auto fill = [&] {
-    using Source = MatrixSource<TileA, TileB, TILE_K, SHARES, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>;
-    const Walk walk(p);
-    produce<TILE_M <= 64, SHARES != SHARED_NONE>(Source(p, map_a, map_b, walk, blocks), ring, Position(), walk);
-  };
-  const auto prepare = [&] {
+  if (warp >= CONSUMING_WARPS) {
+    if (CtaRoles::begin_producing(warp, ring, CONSUMING_WARPS / TURNS, map_a, map_b)) {
+      using Source = MatrixSource<TileA, TileB, TILE_K, SHARES, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>;
+      const Walk walk(p);
+      produce<TILE_M <= 64, SHARES != SHARED_NONE>(ring, Position(), walk, Source(p, map_a, map_b, walk, blocks));
+    }
+  } else {
+    CtaRoles::claim_registers();
     if (p.batch_rank == 0) prefetch_weights(p);  // without this test the main loop would lose its uniform registers
-  };
-  CtaRoles::play(warp, ring, CONSUMING_WARPS / TURNS, map_a, map_b, fill, prepare, [&] {
+    CtaRoles::begin_consuming();
     unsigned char* slabs = shared + SLABS_AT;
     const bool mapped = !STRIDED_OUT || p.out_path == OUT_BOXES;
     if constexpr (F32_OUT) {
@@ -500,5 +505,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     } else {
       consume<Outputs::ANY>(p, map_out, ring, slabs, warp / 4, blocks);
     }
-  });
+  }
 }

@@ -320,18 +320,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     detkern_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap map_a,
                    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_out) {
   extern __shared__ unsigned char unaligned[];
-  unsigned char* shared = aligned_stages(unaligned);
+  unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
   const StageRing ring{shared_address(shared), shared_address(shared) + BARRIERS_AT};
-  const int warp = warp_of_cta();
+  const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);  // the same in all lanes, and known to be
   // A product without k is not this kernel's.
   const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF - 1) / LEAF);
-  const auto fill = [&] {
-    const Walk walk(p);
-    produce<false, false>(MatrixSource<TileA, TileB, TILE_K>(p, map_a, map_b, walk, (leaves + 1) / 2), ring,
-                          Position(), walk);
-  };
-  CtaRoles::play(warp, ring, CONSUMING_WARPS, map_a, map_b, fill, [] {}, [&] {
+  if (group == CONSUMERS) {
+    if (CtaRoles::begin_producing(threadIdx.x / 32, ring, CONSUMING_WARPS, map_a, map_b)) {
+      const Walk walk(p);
+      produce<false, false>(ring, Position(), walk,
+                            MatrixSource<TileA, TileB, TILE_K>(p, map_a, map_b, walk, (leaves + 1) / 2));
+    }
+  } else {
+    CtaRoles::claim_registers();
+    CtaRoles::begin_consuming();
     wait_for_earlier_grid();
-    consume(p, ring, shared, warp / 4, leaves);
-  });
+    consume(p, ring, shared, group, leaves);
+  }
 }

@@ -71,8 +71,8 @@ class MatrixSource {
 // Fills the ring with the stages of each of the walk's tiles, by one thread. WAITS_IN_LOOP: for the earlier grid only where
 // the first copy starts, so that all instructions before it are there already; a test each time that large tiles have no
 // time for. DRAINS: the ring is a cluster's, and no CTA may end before all have read what it copied for them.
-template <bool WAITS_IN_LOOP, bool DRAINS, class Source, class RingType, class Position, class Walk>
-DETKERN_INLINE void produce(Source source, const RingType& ring, Position position, Walk walk) {
+template <bool WAITS_IN_LOOP, bool DRAINS, class RingType, class Position, class Walk, class Source>
+DETKERN_INLINE void produce(const RingType& ring, Position position, Walk walk, Source source) {
   OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with
   forget(tile.row);
   forget(tile.column);

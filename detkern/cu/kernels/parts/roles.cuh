@@ -27,9 +27,6 @@ DETKERN_INLINE void start() {
   }
 }
 
-// This thread's warp: the same in all lanes, and known to be.
-DETKERN_INLINE int warp_of_cta() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
-
 // CONSUMER_COUNT: warp groups that consume. THREAD_COUNT: of a CTA: the consumers' and the producer's warp, or a warp group
 // of it, which gives the consumers registers. CTAS_AT_ONCE: of an SM. LEFT_REGISTERS: what a thread of that group keeps. CTAS:
 // of a cluster that shares stages.
@@ -44,31 +41,26 @@ struct Roles {
       (LAUNCH_REGISTERS * (CONSUMER_COUNT + 1) - LEFT_REGISTERS) / CONSUMER_COUNT / 8 * 8;
   static_assert(SHIFTS_REGISTERS || THREAD_COUNT == CONSUMER_COUNT * GROUP + 32, "one more warp than the consumers', or four");
 
-  // Gives a warp its role. stage_warps: that read a stage. fill(): by one thread. prepare(): by the consumers, before they
-  // wait for the producer.
-  template <class RingType, class Fill, class Prepare, class Consume>
-  static DETKERN_INLINE void play(int warp, const RingType& ring, int stage_warps, const TensorMap& map_a, const TensorMap& map_b,
-                                  const Fill& fill, const Prepare& prepare, const Consume& consume) {
-    if (warp >= WARPS) {
-      if constexpr (SHIFTS_REGISTERS) give_up_registers<LEFT_REGISTERS>();
-      if (warp > WARPS) return;
-      if (elected()) {
-        prefetch_tensor_map(map_b);
-        prefetch_tensor_map(map_a);
-      }
-      ring.init(stage_warps);
-      start<Role::PRODUCES, STARTING_THREADS, CTAS>();
-      if (elected()) fill();
-    } else {
-      if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-      prepare();
-      start<Role::CONSUMES, STARTING_THREADS, CTAS>();
-      consume();
+  // By the warps that do not consume: makes the ring's barriers. True in the one thread that fills it. warp: of the CTA.
+  // stage_warps: that read a stage.
+  template <class RingType>
+  static DETKERN_INLINE bool begin_producing(int warp, const RingType& ring, int stage_warps, const TensorMap& map_a,
+                                             const TensorMap& map_b) {
+    if constexpr (SHIFTS_REGISTERS) give_up_registers<LEFT_REGISTERS>();
+    if (warp > WARPS) return false;
+    if (elected()) {
+      prefetch_tensor_map(map_b);
+      prefetch_tensor_map(map_a);
     }
+    ring.init(stage_warps);
+    start<Role::PRODUCES, STARTING_THREADS, CTAS>();
+    return elected();
   }
-};
 
-// Of dynamic shared memory, the first address that is a multiple of 1024, where swizzled stages may begin.
-DETKERN_INLINE unsigned char* aligned_stages(unsigned char* shared) {
-  return shared + (-shared_address(shared) & 1023);
-}
+  // By the warps that consume, in this order; what needs no stage may stand between.
+  static DETKERN_INLINE void claim_registers() {
+    if constexpr (SHIFTS_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+  }
+
+  static DETKERN_INLINE void begin_consuming() { start<Role::CONSUMES, STARTING_THREADS, CTAS>(); }
+};
