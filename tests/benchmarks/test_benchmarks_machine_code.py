@@ -72,19 +72,24 @@ def test_the_sample_has_the_ends_of_each_kernel_and_load_path() -> None:
 
 def test_what_differs_is_compared_as_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     ptx = {"old": {"a": "1", "b": "1", "c": "1", "gone": "1"}, "new": {"a": "1", "b": "2", "c": "2", "made": "1"}}
-    code = {"old": {"b": "1", "c": "1"}, "new": {"b": "1", "c": "2"}}
+    code = {"old": {"a": "1", "b": "1", "c": "1"}, "new": {"a": "1", "b": "1", "c": "2"}}
     asked = []
 
-    def digests(tree: Path, architecture: str, names: list[str] | None, processes: int) -> dict[str, str]:
-        asked.append((tree.name, architecture, names))
+    def digests(tree: Path, architecture: str, wanted: list[str], processes: int) -> dict[str, str]:
+        asked.append((tree.name, architecture, wanted))
         return (ptx if architecture == "compute_90a" else code)[tree.name]
 
     monkeypatch.setattr(machine_code, "digests", digests)
-    monkeypatch.setattr(machine_code, "sampled", lambda names, count: [])
-    assert machine_code.compare(Path("old"), Path("new"), 0, 1) == {
-        "builds": 3, "only_old": ["gone"], "only_new": ["made"], "same_ptx": 1, "compared": 2, "changed": ["c"],
-    }  # fmt: skip
+    monkeypatch.setattr(machine_code, "names", lambda tree: list(ptx[tree.name]))
+    monkeypatch.setattr(machine_code, "sampled", lambda names, count: names[:count])
+    sides = {"builds": 3, "only_old": ["gone"], "only_new": ["made"]}
+    assert machine_code.compare(Path("old"), Path("new"), None, 1) == {**sides, "compared": 3, "changed": ["c"]}
     assert asked[2:] == [("old", "sm_90a", ["b", "c"]), ("new", "sm_90a", ["b", "c"])]
+    del asked[:]
+    assert machine_code.compare(Path("old"), Path("new"), 2, 1) == {**sides, "compared": 2, "changed": []}
+    assert asked == [("old", "sm_90a", ["a", "b"]), ("new", "sm_90a", ["a", "b"])]
+    one = machine_code.compare(Path("old"), Path("new"), 9, 1, "c")
+    assert (one["builds"], one["only_old"], one["changed"]) == (1, [], ["c"])
 
 
 def test_every_build_is_named_once() -> None:
