@@ -122,8 +122,9 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("*.py"), *package.glob("torch/**/*.py"), *package.glob("tensors/*.py"), *package.glob("cu/*.py")]
-    )
+        [*package.glob("*.py"), *package.glob("torch/**/*.py"), *package.glob("tensors/*.py"), *package.glob("dispatch/*.py"),
+         *package.glob("operations/**/*.py"), *package.glob("cu/*.py")]
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -182,8 +182,8 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("torch/**/*.py"), package / "tensors/torch.py", package / "plan.py", package / "plan_cache.py",
-         *package.glob("operations/*/checks.py"), package / "api.py", package / "call.py", package / "cu/launch.py"]
+        [*package.glob("torch/**/*.py"), package / "tensors/torch.py", *package.glob("dispatch/*.py"),
+         *package.glob("operations/*/checks.py"), package / "api.py", package / "cu/launch.py", package / "cu/extended_launch.py"]
     )  # fmt: skip
 
 

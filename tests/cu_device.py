@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, geometry, rows
+from detkern.cu import ahead, column_sum, geometry, row_sums, rows
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -276,6 +276,13 @@ def compile_rows() -> int:
     capability = describe(0).capability
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(rows.builds(capability), architecture, len(os.sched_getaffinity(0)))))
+
+
+@functools.cache
+def compile_row_sums() -> int:
+    """Every build of row_sums.cu put into the cache with all cores; the number of kernels."""
+    architecture = target(describe(0).capability, supported_architectures())
+    return len(list(ahead.compile_ahead(row_sums.builds(), architecture, len(os.sched_getaffinity(0)))))
 
 
 @functools.cache

@@ -1,8 +1,9 @@
-"""Launches of the kernels that take one block of parameters and no scratch memory: column_sum.cu and rows.cu."""
+"""Launches of the kernels that take one block of parameters: column_sum.cu, rows.cu and row_sums.cu."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,12 +17,14 @@ __all__ = ["BlockPlan", "BlockRun", "launch"]
 
 _P = TypeVar("_P", bound=Problem)
 
+_POINTER = struct.Struct("<Q")
 _PLANS = 256  # numbers of rows of one layout, kept at most
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Everything about a launch but its pointers and its stream."""
+    """Everything about a launch but its pointers and its stream. further: (function, grid, threads) of the launches behind it, of
+    the same block. scratch_bytes: of memory whose pointer follows the parameters."""
 
     problem: Problem
     function: int  # CUfunction
@@ -29,6 +32,8 @@ class BlockPlan:
     threads: int
     shared_bytes: int
     params: bytes  # after the pointers
+    further: tuple[tuple[int, int, int], ...] = ()
+    scratch_bytes: int = 0
 
 
 class BlockRun(Generic[_P]):
@@ -55,22 +60,28 @@ class BlockRun(Generic[_P]):
         if plan is None:
             problem = self._problem.with_rows(m)
             plan = self.plans.keep(m, on_device(problem, self._plan_for, problem, execution.stream))
-        on_device(plan.problem, _enqueue, plan, self._head(operands, out), execution.stream)
+        on_device(plan.problem, _enqueue, plan, self._head(operands, out), execution)
 
 
-def launch(problem: Problem, plan_for: Callable[[], BlockPlan], head: bytes, stream: int) -> None:
+def launch(problem: Problem, plan_for: Callable[[], BlockPlan], head: bytes, execution: Execution) -> None:
     """Launch a plan that is made for this once, such as one of a tile that the tables do not choose."""
     from .current import on_device
 
-    on_device(problem, _enqueue, on_device(problem, plan_for), head, stream)
+    on_device(problem, _enqueue, on_device(problem, plan_for), head, execution)
 
 
-def _enqueue(plan: BlockPlan, pointers: bytes, stream: int) -> None:
+def _enqueue(plan: BlockPlan, pointers: bytes, execution: Execution) -> None:
     from cupy.cuda import driver
 
+    stream, content = execution.stream, pointers + plan.params
+    if plan.scratch_bytes:
+        scratch = execution.allocate(plan.scratch_bytes)
+        content += _POINTER.pack(scratch.pointer)
     # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the driver
     # copies the block before it returns.
-    block = ctypes.c_char_p(pointers + plan.params)
+    block = ctypes.c_char_p(content)
     driver.launchKernel(
         plan.function, plan.grid, 1, 1, plan.threads, 1, 1, plan.shared_bytes, stream, ctypes.addressof(block), 0
     )
+    for function, grid, threads in plan.further:
+        driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(block), 0)

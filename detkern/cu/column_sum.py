@@ -166,7 +166,7 @@ def launch(
     """Enqueue the sums once, by a launch of the caller's. Raises as what `Sums.prepare` gives."""
     if problem.n > 0:
         plan_for = functools.partial(_plan_for, problem, execution.stream, chosen)
-        block_launch.launch(problem, plan_for, _head((dc,), out), execution.stream)
+        block_launch.launch(problem, plan_for, _head((dc,), out), execution)
 
 
 class Sums(CudaImplementation[ColumnSumProblem]):

@@ -370,13 +370,6 @@ def _tile_count(problem: GemmProblem, tile: Tile) -> int:
     return count * _along(problem.n, tile["TILE_N"], tile.shares == SHARED_A) * math.prod(problem.batch)
 
 
-def _cluster(m: int, tile: Tile) -> int:
-    """The CTAs of a cluster. Two run on a pair of multiprocessors; of tiles below one another, which are launched one behind
-    the other, what they read of B comes faster there, whether the kernel knows of it or not. m: of the oriented problem."""
-    pairs = tile.table == "mma_wgmma" and m > tile["TILE_M"]
-    return 2 if tile.shares or pairs else 1
-
-
 def _has_rows_to_share(problem: GemmProblem, tile: Tile) -> bool:
     """Whether there is a whole tile of rows, where the CTAs of a cluster copy parts of tiles for one another: boxes of A
     have no more rows than there are, and parts of such boxes are none that the kernel knows."""
@@ -395,11 +388,12 @@ class _Fitted:
     costs little."""
 
     __slots__ = (
-        "_build", "_cluster", "_loads", "_maps", "_most", "_multiprocessors", "_others", "_scratch", "_threads", "_tile", "_unit",
+        "_alone_to", "_build", "_least", "_loads", "_maps", "_most", "_others", "_prefetch", "_read", "_scratch", "_threads", "_tile",
+        "_unit",
     )  # fmt: skip
 
     def __init__(self, problem: GemmProblem, tile: Tile, multiprocessors: int, loads: tuple[Load, Load]) -> None:
-        self._tile, self._loads, self._multiprocessors = tile, loads, multiprocessors
+        self._tile, self._loads = tile, loads
         self._build = build_for(problem.contract, problem.a.dtype, tile, *loads)
         self._maps = _FittedMaps(problem, tile, *loads) if tile.by_tma else None
         self._threads = tile.threads
@@ -408,38 +402,53 @@ class _Fitted:
         rows, columns = (tile["TILE_M"], tile.shares == SHARED_B), (tile["TILE_N"], tile.shares == SHARED_A)
         self._unit, across = (columns, rows) if tile.swapped else (rows, columns)
         self._others = _along(problem.n, *across) * math.prod(problem.batch)
-        self._cluster = _cluster(problem.n, tile) if tile.swapped else None
         # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
         # run at once, each of which walks over several tiles.
         walks = tile.by_tma or self._scratch > 0
         self._most = multiprocessors * tile["CTAS_PER_SM"] if walks else _GRID_LIMIT
+        self._least, self._alone_to = self._rows(problem.n, tile)
+        self._prefetch, self._read = _prefetch_bytes(problem, tile, multiprocessors)
+
+    @staticmethod
+    def _rows(n: int, tile: Tile) -> tuple[float, float]:
+        """The least m that the tile takes, and the largest for which its CTAs are in no clusters of two. Two run on a pair of
+        multiprocessors; of tiles below one another, which are launched one behind the other, what they read of B comes faster
+        there, whether the kernel knows of it or not."""
+        least = tile["TILE_M"] if tile.shares else 0
+        alone = -1 if tile.shares else tile["TILE_M"] if tile.table == "mma_wgmma" else math.inf
+        if tile.swapped:  # n are the rows of its kernel
+            return (0 if n >= least else math.inf), (math.inf if n <= alone else -1)
+        return least, alone
 
     def launch(self, problem: GemmProblem) -> Launch:
         """Of a problem of the layout."""
         tile, m = self._tile, problem.m
         maps = None if self._maps is None else self._maps.of(problem)
-        if tile.shares and not _has_rows_to_share(turned := oriented(problem, tile), tile):
-            raise DeviceError(f"tile {tile} copies parts of whole tiles of rows, and {turned} has fewer")
-        cluster = self._cluster or _cluster(m, tile)
-        count = _along(m, *self._unit) * self._others
+        if m < self._least:
+            raise DeviceError(
+                f"tile {tile} copies parts of whole tiles of rows, and {oriented(problem, tile)} has fewer"
+            )
+        cluster = 2 if m > self._alone_to else 1
+        unit, pairs = self._unit
+        count = self._others * (-(-m // (2 * unit)) * 2 if pairs else -(-m // unit))
         grid = cluster * max(1, min(-(-count // cluster), self._most // cluster))
+        prefetch = self._prefetch
+        if self._read and m <= unit:
+            prefetch *= min(4, -(-self._read * -(-count // grid) // (4 * _PREFETCH_UNIT)))
         return Launch(
-            tile, self._build, *self._loads, grid, self._threads, self._scratch * grid, cluster, maps,
-            _prefetch_bytes(problem, tile, count, grid, self._multiprocessors),
-        )  # fmt: skip
+            tile, self._build, *self._loads, grid, self._threads, self._scratch * grid, cluster, maps, prefetch
+        )
 
 
-def _prefetch_bytes(problem: GemmProblem, tile: Tile, count: int, grid: int, multiprocessors: int) -> int:
-    """Launch.prefetch_bytes: a quarter of what the CTA reads of B in all, from 32 to 128 KiB (docs/hopper.md). 32 where
-    other CTAs ask for the same columns, and where a chain takes longer than memory: its first operands come behind the rest.
-    count: of tiles.
-    """
+def _prefetch_bytes(problem: GemmProblem, tile: Tile, multiprocessors: int) -> tuple[int, int]:
+    """Launch.prefetch_bytes at least, and what a CTA reads of B for each of its tiles, where it asks for a quarter of that, up to
+    128 KiB (docs/hopper.md), or 0. 32 KiB where other CTAs ask for the same columns, as they do for more rows than a tile has, and
+    where a chain takes longer than memory: its first operands come behind the rest."""
     if tile.table != "mma_wgmma" or problem.batch:
-        return 0
-    if tile.swapped or tile.shares or problem.m > tile["TILE_M"] or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
-        return _PREFETCH_UNIT
-    read = 2 * problem.k * tile["TILE_N"] * -(-count // grid)
-    return _PREFETCH_UNIT * min(4, -(-read // (4 * _PREFETCH_UNIT)))
+        return 0, 0
+    if tile.swapped or tile.shares or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
+        return _PREFETCH_UNIT, 0
+    return _PREFETCH_UNIT, 2 * problem.k * tile["TILE_N"]
 
 
 def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:

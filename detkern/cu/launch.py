@@ -95,7 +95,7 @@ class Layout:
         self.choose = Chooser(problem, device.capability, device.multiprocessors)
         outer = max(len(problem.batch) - MAX_BATCH_RANK, 0)
         self.offsets = batch_offsets(problem.batch[:outer], problem.a, problem.b, problem.out)
-        self._packed: dict[tuple[int, int], tuple[Launch, bytes]] = {}
+        self._packed: dict[tuple[int, int], tuple[Launch, bytes, bytes, bytes]] = {}
 
     def params(self, problem: GemmProblem, chosen: Launch) -> bytes:
         """`pack_params` of a problem of the layout. Of one kernel's only the rows and prefetch_bytes differ, and where there are
@@ -104,13 +104,12 @@ class Layout:
         kept = self._packed.get(key)
         if kept is None:
             block = pack_params(oriented(problem, chosen.tile), chosen.maps, chosen.prefetch_bytes)
-            self._packed[key] = chosen, block  # the launch, whose tile keeps its id then
+            rows = _N if chosen.tile.swapped else _M
+            # The launch, whose tile keeps its id then, and what is before, between and behind.
+            self._packed[key] = chosen, block[:rows], block[rows + 8 : _PREFETCH], block[_PREFETCH + 8 :]
             return block
-        block = kept[1]
-        rows = _N if chosen.tile.swapped else _M
-        return b"".join((
-            block[:rows], _SIZE.pack(problem.m), block[rows + 8 : _PREFETCH], _SIZE.pack(chosen.prefetch_bytes), block[_PREFETCH + 8 :],
-        ))  # fmt: skip
+        _, before, between, behind = kept
+        return before + _SIZE.pack(problem.m) + between + _SIZE.pack(chosen.prefetch_bytes) + behind
 
 
 def plan_for(

@@ -18,11 +18,12 @@ from ..operations.rows.operation import ROWS
 from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import TensorView
 from ..vocabulary.dtypes import BF16, F16, F32, DType
-from . import block_launch
+from . import block_launch, row_sums
 from .block_launch import BlockPlan, BlockRun
 from .device import describe
 from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
+from .row_sums import SumLaunch
 
 __all__ = [
     "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds", "choose", "holds",
@@ -145,13 +146,14 @@ def _operands(kind: RowKind) -> tuple[DType, ...]:
 
 def builds(capability: tuple[int, int]) -> list[KernelBuild]:
     """Every build that a launch may need on a device of this compute capability."""
-    return [
+    found = [
         build_for(kind, operand, tile)
         for kind in RowKind
         for operand in _operands(kind)
         for load in RowLoad
         for tile in tiles_for(kind, load, capability)
     ]
+    return [*found, *row_sums.builds()]
 
 
 def _wide(problem: RowProblem) -> Matrix:
@@ -238,10 +240,19 @@ def pack_params(problem: RowProblem) -> bytes:
     )  # fmt: skip
 
 
-def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | None = None) -> BlockPlan:
+def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | SumLaunch | None = None) -> BlockPlan:
     device = describe(problem.device.index)
     if chosen is None:
+        chosen = row_sums.choose(problem, device.multiprocessors)
+    if chosen is None:
         chosen = choose(problem, device.capability, device.multiprocessors)
+    if isinstance(chosen, SumLaunch):
+        (first, *further) = (
+            (load_function(device.index, device.capability, build, stream).ptr, grid, threads)
+            for build, grid, threads in chosen.steps
+        )
+        params = row_sums.pack_params(problem, chosen)
+        return BlockPlan(problem, *first, 0, params, tuple(further), chosen.scratch_bytes(problem))
     function = load_function(device.index, device.capability, chosen.build, stream)
     params = pack_params(problem)
     return BlockPlan(problem, function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
@@ -259,21 +270,29 @@ def launch(
     b: TensorView | None,
     out: TensorView,
     execution: Execution,
-    chosen: RowLaunch | None = None,
+    chosen: RowLaunch | SumLaunch | None = None,
 ) -> None:
     """Enqueue the operation once, by a launch of the caller's. Raises as what `Rows.prepare` gives."""
     plan_for = functools.partial(_plan_for, problem, execution.stream, chosen)
-    block_launch.launch(problem, plan_for, _head((a, b), out), execution.stream)
+    block_launch.launch(problem, plan_for, _head((a, b), out), execution)
 
 
 class Rows(CudaImplementation[RowProblem]):
     """The row operations."""
 
     def __init__(self) -> None:
-        super().__init__(ROWS, lambda variant: (SOURCE,))
+        super().__init__(ROWS, lambda variant: (SOURCE, row_sums.SOURCE))
 
     def explain(self, problem: RowProblem) -> Kernel:
         device = describe(problem.device.index)
+        if sums := row_sums.choose(problem, device.multiprocessors):
+            _, grid, threads = sums.steps[0]
+            parts = f", {sums.parts} parts a row" if sums.parts > 1 else ""
+            return Kernel(
+                name=f"{problem.kind.label} ({row_sums.SOURCE})",
+                tile=f"{sums.tile}{parts}",
+                geometry=f"grid {grid}, {threads} threads",
+            )
         chosen = choose(problem, device.capability, device.multiprocessors)
         loads = {RowLoad.VECTOR: "pieces of 16 bytes", RowLoad.STRIDED: "any strides", RowLoad.ACROSS: "across rows"}
         return Kernel(
@@ -283,6 +302,6 @@ class Rows(CudaImplementation[RowProblem]):
         )
 
     def prepare(self, problem: RowProblem, execution: Execution) -> Run:
-        """What enqueues the operation. Nothing waits for the device, nothing is read back, no memory is taken: once the kernel has
-        been loaded, the call can be captured into a graph."""
+        """What enqueues the operation. Nothing waits for the device, nothing is read back, and memory is taken where few rows are
+        long: once the kernels have been loaded, the call can be captured into a graph."""
         return BlockRun(problem, _plan_for, _head)

@@ -11,11 +11,11 @@ from ..tensors import Adapter, TensorView, adapter_for, contiguous_strides, desc
 from ..tensors.overlap import overlapping
 from .plan import Planned
 
-__all__ = ["Call", "rehearse"]
+__all__ = ["Call", "rehearsals", "rehearse"]
 
 
 # How many rehearsals are at work in the process, so that a call that is none need not ask whether its own thread's is.
-_rehearsals: list[None] = []
+rehearsals: list[None] = []
 _copies: ContextVar[list[str] | None] = ContextVar("copies", default=None)
 
 
@@ -34,13 +34,13 @@ def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> t
     """
     copies: list[str] = []
     token = _copies.set(copies)
-    _rehearsals.append(None)
+    rehearsals.append(None)
     try:
         function(*operands, **settings)
     except Rehearsed as rehearsed:
         return rehearsed.planned, copies
     finally:
-        _rehearsals.pop()
+        rehearsals.pop()
         _copies.reset(token)
     raise ArgumentError(f"{function!r} is not a function of detkern's that computes on arrays")
 
@@ -74,7 +74,7 @@ class Call:
     ) -> None:
         """operands: array and name of each; only one called "bias" may be None.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
-        if _rehearsals and planned_copies is None:
+        if rehearsals and planned_copies is None:
             planned_copies = _copies.get()
         array, argument = operands[leader]
         lead = adapter_for(array, argument)
@@ -114,7 +114,7 @@ class Call:
     def complete(self, planned: Planned) -> Any:
         """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
         caller gets."""
-        if _rehearsals and _copies.get() is not None:
+        if rehearsals and _copies.get() is not None:
             self.refuse_overlap()
             raise Rehearsed(planned)
         plan, m, shape = planned

@@ -51,7 +51,7 @@ def cuda_sources() -> list[Path]:
 
 
 # Of the CUDA backend's kernels those that are in no matrix product.
-_OTHER_KERNELS = {"column_sum.cu", "rows.cu", "team.cuh", "exponential.cuh"}
+_OTHER_KERNELS = {"column_sum.cu", "rows.cu", "row_sums.cu", "aligned_sum.cuh", "team.cuh", "exponential.cuh"}
 
 
 def product_sources() -> list[Path]:

@@ -13,7 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import fit, fit_model
+from benchmarks.forced import problem_of_sizes
 from detkern.cu import geometry, time_model
+from detkern.measure.shapes import Layer, Product
 
 TILES = [tile for tile in fit.table() if not tile.swapped][:10]
 
@@ -43,13 +45,11 @@ def _log(count: int, seed: int, noise: float) -> list[dict[str, Any]]:
 
 def test_times_are_those_of_the_chooser() -> None:
     """What is fitted is what geometry.py computes."""
-    from test_cu_geometry import MMA16, Load, _laid_out
-
     line = _line(1000, 4104, 136, {str(tile): 1.0 for tile in fit.table()})
     numbers = time_model.numbers(tuple(map(str, fit.table())))
     times = fit_model.flatten([line], fit.table())
     found = fit_model.predicted(times, numbers, 132)
-    problem = _laid_out(MMA16, 1000, 4104, 136, (Load.K_MAJOR, Load.K_MAJOR))
+    problem = problem_of_sizes(Product(Layer("a", "layer", 4104, 136), 1000, "forward", "mma16", "bfloat16"))
     for tile, us in zip(times.tile, found, strict=True):
         assert us == pytest.approx(geometry.predicted_us(problem, fit.table()[tile], 132), rel=1e-9)
 

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import host_time
+from benchmarks import host_time, torch_linear
 
 
 class Clock:
@@ -84,12 +84,18 @@ def test_without_a_gpu_it_says_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_sources_of_torch_linear_are_there() -> None:
+    assert all(path.is_file() for path in torch_linear.sources())
+
+
 def test_sources_are_what_a_call_goes_through() -> None:
     names = {str(path.relative_to(host_time.records.ROOT)) for path in host_time.sources()}
     assert {
         "detkern/api.py",
         "detkern/cu/geometry.py",
         "detkern/cu/launch.py",
+        "detkern/dispatch/plan_cache.py",
+        "detkern/operations/gemm/checks.py",
         "detkern/torch/functions/eager.py",
     } <= names
     assert all(path.is_file() for path in host_time.sources())

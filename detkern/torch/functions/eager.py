@@ -1,14 +1,15 @@
-"""Products of plain tensors, with the least work between the call and the kernel.
+"""Products and row operations of plain tensors, with the least work between the call and the kernel.
 
 `detkern.gemm` reads any framework's arrays, finds their adapters and orders their streams; on a small product that costs more
 than torch.nn.functional.linear as a whole. Here tensors become views at once, which find the same plans; what is unusual goes
-through `detkern.gemm`, which also says what is wrong with it.
+through `detkern.gemm`, which also says what is wrong with it, and serves `detkern.explain`.
 
 Only for tensors of which `route.direct` is true, and that autograd does not record here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +17,20 @@ import torch
 
 from ... import api
 from ...dispatch.backend import Execution
+from ...dispatch.call import rehearsals
 from ...dispatch.plan import Planned
 from ...errors import DetkernError
 from ...operations.bias_gradient.checks import plan_column_sum
 from ...operations.gemm.checks import GEMM, LINEAR, Names, plan_product
+from ...operations.rows.checks import plan_rows
+from ...operations.rows.problem import RowKind
 from ...tensors import Device, TensorView, contiguous_strides
 from ...tensors.torch import torch_adapter
 from ...tensors.types import OUTPUTS, dtype_argument
 from ...vocabulary.dtypes import E4M3, DType
 from .route import TYPES
 
-__all__ = ["bias_gradient", "linear", "matmul"]
+__all__ = ["bias_gradient", "linear", "matmul", "row_operation"]
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _TORCH_TYPES = {dtype.code: name for name, dtype in TYPES.items()}
@@ -40,18 +44,22 @@ def matmul(a: Any, b: Any, contract: str | None, out_dtype: Any, backend: str | 
     return _product(GEMM, a, b, None, contract, out_dtype, backend)
 
 
-def linear(x: Any, weight: Any, bias: Any, contract: str | None, out_dtype: Any, backend: str | None) -> Any:
-    """`detkern.linear(x, weight, bias, ...)`."""
-    return _product(LINEAR, x, weight, bias, contract, out_dtype, backend)
-
-
 def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     """`detkern.bias_gradient(dc, ...)`."""
     view = _view(dc)
     if view is None:
         return api.bias_gradient(dc, out_dtype=out_dtype, backend=backend)
     planned = plan_column_sum(view, None, None if out_dtype is None else _named(out_dtype), False, backend)
-    return _complete(planned, (view,), view.device, dc.device)
+    return _complete(planned, (view,), view.device, dc)
+
+
+def row_operation(kind: RowKind, function: Callable[..., Any], x: Any, out_dtype: Any, backend: str | None) -> Any:
+    """An operation of detkern.rows with one operand. function: its name there."""
+    view = _view(x)
+    if view is None or (backend is not None and type(backend) is not str):
+        return function(x, out_dtype=out_dtype, backend=backend)
+    wanted = None if out_dtype is None else _named(out_dtype)
+    return _complete(plan_rows(kind, view, None, None, None, wanted, backend), (view,), view.device, x)
 
 
 def _product(
@@ -70,11 +78,17 @@ def _product(
         return api.gemm(left, right, contract=contract, out_dtype=out_dtype, backend=backend)
     wanted = None if out_dtype is None else _named(out_dtype)
     planned = plan_product(names, a, b, False, names is LINEAR, column, None, wanted, False, contract, backend)
-    return _complete(planned, (a, b, column), a.device, left.device)
+    return _complete(planned, (a, b, column), a.device, left)
+
+
+# (x, weight, bias, contract, out_dtype, backend): `detkern.linear(x, weight, bias, ...)`. No function, which takes longer to call.
+linear = functools.partial(_product, LINEAR)
 
 
 def _view(tensor: Any) -> TensorView | None:
-    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty."""
+    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty, and where calls are only rehearsed."""
+    if rehearsals:
+        return None
     try:
         pointer = tensor.data_ptr()
         dtype = TYPES.get(tensor.dtype)
@@ -100,13 +114,17 @@ def _view(tensor: Any) -> TensorView | None:
         return None
 
 
-def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: Device, place: Any) -> Any:
-    """Run a plan into a new tensor."""
+def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: Device, like: Any) -> Any:
+    """Run a plan into a new tensor on the device of `like`."""
     plan, m, shape = planned
     strides = (shape[1] or 1, 1) if len(shape) == 2 else contiguous_strides(shape)
     dtype = plan.dtype
-    # torch.empty, which has more signatures to tell apart, takes twice the time.
-    result = torch.empty_strided(shape, strides, dtype=_TORCH_TYPES[dtype.code], device=place)
+    wanted = _TORCH_TYPES[dtype.code]
+    # torch.empty, which has more signatures to tell apart, takes twice the time; a type and a device to read a fifth more.
+    if like.dtype is wanted:
+        result = like.new_empty_strided(shape, strides)
+    else:
+        result = torch.empty_strided(shape, strides, dtype=wanted, device=like.device)
     if 0 not in shape:
         execution = _on_host if device.kind == "cpu" else _execution(device)
         plan.run(m, views, TensorView(result.data_ptr(), shape, strides, dtype, device), execution)

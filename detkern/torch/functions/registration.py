@@ -35,6 +35,7 @@ class Op:
     name:     in torch.ops.detkern.
     schema:   its arguments and results, as torch.library.Library.define takes them.
     kernel:   computes it, on tensors that record nothing.
+    plain:    the same on tensors of which `route.direct` is true, where that takes less.
     fake:     shapes and types of the results, and the errors that need no data. Sizes may be symbolic.
     setup:    (ctx, inputs, output), as PyTorch's setup_context: saves what `backward` needs.
     backward: (ctx, *gradients of the results) -> those of the leading arguments; the others have none.
@@ -54,6 +55,7 @@ class Op:
     jvp: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
     autocast: int = 0
+    plain: Callable[..., Any] | None = None
 
     @functools.cached_property
     def overload(self) -> Any:
@@ -89,7 +91,7 @@ def call(op: Op, arguments: Sequence[Any], first: Any, second: Any, third: Any =
     if route.direct(first, second, third):
         if route.recorded(first, second, third):
             return op.function.apply(*arguments)
-        return op.kernel(*arguments)
+        return (op.plain or op.kernel)(*arguments)
     return (op.function.apply if route.transformed() else op.overload)(*arguments)
 
 

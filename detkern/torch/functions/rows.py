@@ -16,7 +16,8 @@ import torch
 from ... import rows
 from ...errors import ArgumentError, DTypeError, ShapeError
 from ...operations.rows.gradient import RULES, Recorded
-from . import route
+from ...operations.rows.problem import RowKind
+from . import eager, route
 from .casting import torch_dtype
 from .registration import Op, call
 
@@ -249,6 +250,7 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
+    one = operands == "Tensor x"
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
@@ -259,6 +261,7 @@ def _op(name: str, operands: str) -> Op:
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
+        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
     )
 
 

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from c_library import HEADER, STUB, compile_library
 
-from detkern import abi, config
+from detkern import config
 from detkern.abi import build as build_module
 from detkern.abi import mirror
 from detkern.abi.build import Recipe, build, cache_folder, find_compiler
@@ -27,7 +28,6 @@ from detkern.operations.table import OPERATIONS
 from detkern.vocabulary.contracts import CONTRACTS
 from detkern.vocabulary.dtypes import DTYPES
 
-HEADER = Path(abi.__file__).with_name("abi.h")
 STRUCTS = {
     "detkern_capabilities": mirror.Capabilities,
     "detkern_device": mirror.Device,
@@ -37,15 +37,6 @@ STRUCTS = {
     "detkern_column_sum_descriptor": mirror.ColumnSumDescriptor,
     "detkern_row_descriptor": mirror.RowDescriptor,
 }
-
-
-def compile_library(folder: Path, source: str, name: str = "made") -> Path:
-    path = folder / f"{name}.cpp"
-    path.write_text(f'#include "{HEADER}"\n{source}')
-    library = folder / f"{name}.so"
-    command = [*find_compiler().command, "-O1", "-std=c++17", "-shared", "-fPIC", str(path), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return library
 
 
 def small_recipe(folder: Path, body: str = "return 7;", flags: tuple[str, ...] = ("-O1", "-fPIC")) -> Recipe:
@@ -155,42 +146,6 @@ def test_missing_functions_and_other_versions_are_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(BackendUnavailable, match="no function detkern_device_count"):
         Library(compile_library(tmp_path, partial, "partial"))
-
-
-STUB = """
-#ifndef FAULT
-#define FAULT 0
-#endif
-static const char* said = "";
-int32_t detkern_abi_version() { return DETKERN_ABI_VERSION; }
-const char* detkern_last_error() { return said; }
-int32_t detkern_get_capabilities(detkern_capabilities* c) {
-  if (c->size != sizeof *c) return DETKERN_INVALID;
-  c->host_memory = 0;
-  __builtin_strcpy(c->name, "stub");
-  return DETKERN_OK;
-}
-int32_t detkern_offers(detkern_offer* offers, uint64_t capacity, uint64_t* n) {
-  if (capacity) *offers = {DETKERN_OPERATION_GEMM, DETKERN_FMA, 1u << DETKERN_BF16};
-  *n = 1;
-  said = "none";
-  return FAULT;
-}
-int32_t detkern_run(uint32_t operation, const void* d) {
-  said = operation == 1 ? "told so" : 0;
-  return ((const detkern_gemm_descriptor*)d)->contract;
-}
-int32_t detkern_scratch(uint32_t operation, const void* d, uint64_t* n) {
-  *n = 96 * operation;
-  said = "how";
-  return ((const detkern_gemm_descriptor*)d)->contract;
-}
-int32_t detkern_device_count(int32_t* n) { *n = 3; return 0; }
-int32_t detkern_get_device(detkern_device* d) { d->units = 7; said = "no such"; return d->index; }
-int32_t detkern_allocate(int32_t device, uint64_t, void** p) { static char at[8]; *p = at; said = "full"; return device; }
-int32_t detkern_free(int32_t, void*) { return 0; }
-int32_t detkern_copy(int32_t, void*, const void*, uint64_t n, int32_t) { said = "lost"; return (int32_t)n; }
-"""
 
 
 def test_statuses_become_typed_errors_with_the_librarys_words(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from c_library import HEADER
 from frameworks import same
-from test_abi import HEADER
 
 import detkern
 from detkern.abi import mirror

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from c_library import HEADER, STUB
 from click.testing import CliRunner
-from test_abi import HEADER, STUB
 
 from detkern import config
 from detkern.abi.build import Recipe, find_compiler

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_abi import HEADER, STUB
+from c_library import HEADER, STUB
 from test_cpu_backend import PAIRS, block_scaled, differing, gemm
 
 from detkern import config
@@ -32,7 +32,8 @@ from detkern.vocabulary.arithmetic.float_environment import default_float_enviro
 from detkern.vocabulary.contracts import CONTRACTS, FMA, FP8_BLOCK128, MMA16, TREE, Contract
 from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 
-TESTS = Path(__file__).parents[2]
+# Of modules that a child imports: this one, and the helpers.
+FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 SOURCES = Path(compiled.__file__).parent
 
 
@@ -243,11 +244,10 @@ def test_loading_the_library_sets_no_mode(modes: ctypes.CDLL, native_library: Li
 CHILD = """
 import logging, sys, warnings
 logging.basicConfig()
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import numpy as np
-    from detkern import operands
     from detkern.cpu import backend
     from test_cpu_robustness import CONTRACTS, digest_of_small_products
     first, second = digest_of_small_products(), digest_of_small_products()
@@ -268,7 +268,7 @@ def digest_of_small_products() -> str:
 def start_child(environment: dict[str, str]) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DETKERN", "XDG", "CXX"))}
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(TESTS)], env={**kept, **environment}, text=True,
+        [sys.executable, "-c", CHILD, *FOLDERS], env={**kept, **environment}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -396,7 +396,7 @@ def test_garbage_in_a_setting_is_a_typed_error_that_names_it(variable: str, valu
 
 MEMORY = """
 import resource, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 import numpy as np
 from detkern import config
 from detkern.vocabulary.contracts import CONTRACTS
@@ -441,7 +441,7 @@ print(differing(got, want), (out == 7).all(), message)
 
 
 def run_memory(script: str) -> str:
-    command = [sys.executable, "-c", MEMORY + script, str(TESTS)]
+    command = [sys.executable, "-c", MEMORY + script, *FOLDERS]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 

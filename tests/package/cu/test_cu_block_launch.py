@@ -81,8 +81,26 @@ def test_a_plan_is_made_once_for_a_number_of_rows(launches: list[tuple[Any, ...]
 
 def test_a_launch_that_was_asked_for(launches: list[tuple[Any, ...]]) -> None:
     for chosen in (b"other", b"another"):
-        launch(_problem(7), lambda chosen=chosen: BlockPlan(_problem(7), 70, 4, 160, 99, chosen), b"head", 9)
+        launch(
+            _problem(7),
+            lambda chosen=chosen: BlockPlan(_problem(7), 70, 4, 160, 99, chosen),
+            b"head",
+            Execution(DEVICE, 9, _none),
+        )
     assert [block for *_, block in launches] == [b"headother", b"headanother"]
+
+
+def test_launches_behind_one_another_share_a_block_and_scratch(launches: list[tuple[Any, ...]]) -> None:
+    def allocate(size: int) -> TensorView:
+        assert size == 48
+        return _view(0x1122334455667788)
+
+    plan = BlockPlan(_problem(7), 70, 4, 160, 99, b"own", ((71, 5, 64), (72, 6, 32)), 48)
+    launch(_problem(7), lambda: plan, b"head", Execution(DEVICE, 9, allocate))
+    assert [(function, sizes) for function, sizes, *_ in launches] == [
+        (70, (4, 1, 1, 160, 1, 1, 99)), (71, (5, 1, 1, 64, 1, 1, 0)), (72, (6, 1, 1, 32, 1, 1, 0))
+    ]  # fmt: skip
+    assert [block for *_, block in launches] == [b"headown" + (0x1122334455667788).to_bytes(8, "little")] * 3
 
 
 def test_a_kernel_that_does_not_compile_is_tried_again(launches: list[tuple[Any, ...]]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from cu_device import (
     DEVICE,
     Placed,
+    allocate,
     differing,
     one_of_each_organisation,
     replay,
@@ -27,7 +28,7 @@ from cu_device import (
 )
 
 import detkern
-from detkern.cu import column_sum, rows
+from detkern.cu import column_sum, row_sums, rows
 from detkern.cu.device import describe
 from detkern.cu.geometry import Load
 from detkern.dispatch.backend import Execution
@@ -221,3 +222,25 @@ def _scratch(size: int) -> TensorView:
 
     memory = cupy.empty(size, np.uint8)
     return TensorView(memory.data.ptr, (size,), (1,), F32, DEVICE, array=memory)
+
+
+@pytest.mark.parametrize("mode", ["rows", "columns", "spread", "columns-odd"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_row_sums_watched(dtype: DType, mode: str) -> None:
+    """Every tile that takes the layout, with one CTA that takes all of them, and rows in parts."""
+    for number, (tile, parts) in enumerate([*((tile, None) for tile in row_sums.tiles()), (None, 3)]):
+        width = 1999 if tile is None or not tile.held else tile.columns(dtype) - 1
+        host = operands.generate("normal", dtype, (45, max(width, 1)), number)
+        placed, out = Placed(host, mode), Placed(np.zeros((45, 1), np.float32), "spread")
+        problem = row_problem(RowKind.SUM, placed.view, None, out.view, host.shape[1])
+        lies = row_sums.choose(problem, 132, parts=2)
+        assert lies is not None
+        if tile is not None and (tile.along, tile.vector) != (lies.tile.along, lies.tile.vector):
+            continue
+        chosen = row_sums.choose(problem, 132, tile, parts)
+        assert chosen is not None
+        if tile is not None:
+            chosen = replace(chosen, steps=((chosen.steps[0][0], 1, tile.threads),))
+        rows.launch(problem, placed.view, None, out.view, Execution(DEVICE, 0, allocate), chosen)
+        expected = detkern.rows.sum(host, out_dtype="f32", backend="cpu").view(np.uint32)
+        assert differing(expected[:, None], out.bits()) == 0, tile

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from c_library import compile_library
 from emulated import library_path
 from frameworks import from_torch, same, to_torch
-from test_abi import compile_library
 
 import detkern
 from detkern import config

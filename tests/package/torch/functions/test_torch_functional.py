@@ -477,3 +477,22 @@ def test_a_weight_freed_before_the_backward_leaves_the_gradients_alone(device: s
     with torch.no_grad():
         weight.fill_(1)
     assert torch.equal(dt.linear(x, weight), torch.full((9, 5), 8.0, device=device))
+
+
+def test_explain_says_what_functions_on_tensors_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And runs none of it: a rehearsal does not go straight to the kernel."""
+    x, w, b = torch.randn(3, 16), torch.randn(4, 16), torch.randn(4)
+    dt.linear(x, w, b)  # its plan is known
+
+    def complete(*arguments: Any) -> None:
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(eager, "_complete", complete)
+    for function, operands in (
+        (dt.linear, (x, w, b)),
+        (dt.matmul, (x, w.T)),
+        (dt.softmax, (x,)),
+        (dt.sum, (x,)),
+    ):
+        with torch.no_grad():
+            assert detkern.explain(function, *operands).backend == "cpu"

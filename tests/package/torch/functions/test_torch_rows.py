@@ -163,3 +163,49 @@ def test_what_is_no_tensor_is_named() -> None:
 def test_forward_mode_of_a_registered_op_is_refused() -> None:
     with pytest.raises(ArgumentError, match="forward-mode"):
         torch.func.jvp(torch.ops.detkern.softmax.default, (torch.randn(2, 3),), (torch.ones(2, 3),))
+
+
+def _awkward() -> dict[str, Any]:
+    base = torch.randn(6, 5, 40)
+    with torch.inference_mode():
+        inferred = base.clone()
+    return {
+        "vector": base[0, 0],
+        "strided": base[:, :, ::3],
+        "turned": base.transpose(0, 2),
+        "broadcast": base[:, :1].expand(6, 7, 40),
+        "negative bit": torch._neg_view(base),
+        "no rows": base[:0],
+        "no columns": base[:, :, :0],
+        "parameter": torch.nn.Parameter(base),
+        "inference": inferred,
+    }
+
+
+@pytest.mark.parametrize("kind", _awkward())
+@pytest.mark.parametrize("name", REFERENCES)
+def test_plain_tensors_go_straight_to_the_same_bits(name: str, kind: str) -> None:
+    x = _awkward()[kind]
+    with torch.no_grad():
+        for settings in ({}, {"out_dtype": torch.bfloat16}, {"out_dtype": "float32"}):
+            found = getattr(detkern.torch, name)(x, **settings)
+            wanted = getattr(rows, name)(x, **settings)
+            assert found.is_contiguous()
+            assert (type(found), found.shape, found.dtype) == (torch.Tensor, wanted.shape, wanted.dtype)
+            assert same_bits(found, wanted)
+
+
+def test_what_rows_refuse_is_refused_with_the_same_words() -> None:
+    cut = torch.randn(4, 8)
+    cut.untyped_storage().resize_(8)
+    tensors = (cut, torch.ones(2, 3, dtype=torch.int32), torch.ones(()), torch.ones(2, 3).to_sparse())
+    for x, settings in (
+        *((x, {}) for x in tensors),
+        (torch.ones(2, 3), {"backend": 5}),
+        (torch.ones(2, 3), {"backend": "no"}),
+    ):
+        with pytest.raises(detkern.errors.DetkernError) as wanted:
+            rows.softmax(x, **settings)
+        with pytest.raises(type(wanted.value)) as found:
+            detkern.torch.softmax(x, **settings)
+        assert str(found.value) == str(wanted.value)
