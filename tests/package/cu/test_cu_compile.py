@@ -21,8 +21,8 @@ from cu_compiled import (
 )
 from cu_device import one_of_each_organisation
 
-from detkern.cu import column_sum, geometry, loader, rows
-from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
+from detkern.cu import column_sum, gemm_tile, loader, rows
+from detkern.cu.gemm_tile import Load, Tile, build_for, fits, tiles_for
 from detkern.operations.rows.problem import RowKind
 from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.vocabulary.dtypes import BF16, F16, F32, DType
@@ -182,7 +182,7 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
         elsewhere = {} if case.architecture == "sm_90a" else REGISTERS_ELSEWHERE
         assert registers <= elsewhere.get(name, REGISTERS[name])
     assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
-    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[case.architecture])
     if case.tile not in DISASSEMBLED:
         assert case.tile.by_tma
         return
@@ -306,7 +306,7 @@ def test_the_bias_gradient_compiles_within_bounds(
     macros = dict(build.macros)
     # Vector loads: three CTAs an SM, as their shared memory has room for. Gathering: one, all of its loads in flight.
     assert registers_of(log) <= (200 if macros["LOAD"] == Load.STRIDED else 64)
-    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[architecture])
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[architecture])
     instructions = instructions_of(code)
     # A whole stage is unrolled: one addition a row and no loop between them.
     assert sum(name == "FADD" for name in instructions) > macros["ROWS"]

@@ -12,7 +12,7 @@ import pytest
 from cu_compiled import NEEDS_A_COMPILER, check_instruction, compile_build, instructions_of, main_loops, registers_of
 
 from detkern.cu import loader
-from detkern.cu.geometry import tiles_for
+from detkern.cu.gemm_tile import tiles_for
 from detkern.cu.loader import KernelBuild
 from detkern.vocabulary.contracts import MMA16, TREE_MMA16
 from detkern.vocabulary.dtypes import BF16
