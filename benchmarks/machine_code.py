@@ -73,10 +73,10 @@ def _digest(build: Any, architecture: str) -> str:
 
 def every_build() -> dict[str, Any]:
     """The builds of this process's detkern for compute capability 9.0, by what they are compiled with."""
-    from detkern.cu import ahead, column_sum, rows
+    from detkern.cu import ahead, column_sum, rows, scatter_sum
     from detkern.cu.backend import offered
 
-    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
+    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
     return {str(build): build for build in found}
 
 

@@ -15,11 +15,12 @@ from .errors import (
     DTypeError,
     ShapeError,
 )
+from .operations.scatter_sum.call import scatter_sum
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
     "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-    "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows",
+    "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows", "scatter_sum",
 ]  # fmt: skip

@@ -17,17 +17,19 @@ from detkern.dispatch.backend import Execution
 from detkern.tensors import Device, TensorView
 
 DEVICE = Device("cuda", 1)
-_TYPES = {"void*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
+_TYPES = {"void*": ("Q", 8), "uint32_t*": ("Q", 8), "int64_t": ("q", 8), "int32_t": ("i", 4)}
 
 
-def fields(module: ModuleType, struct: str) -> dict[str, tuple[int, str]]:
-    """name -> (offset, struct format) of `struct` in the file of the module's kernel, laid out as C does; and its size."""
-    text = re.sub(r"//.*", "", (loader.FOLDER / module.SOURCE).read_text())
-    rank = int(re.search(r"MAX_SUM_RANK = (\d+);", text)[1])
-    assert rank == module.MAX_SUM_RANK == mirror.MAX_SUM_RANK
+def fields(module: ModuleType, struct: str, source: str | None = None) -> dict[str, tuple[int, str]]:
+    """name -> (offset, struct format) of `struct` in the file of the module's kernel, or another one, laid out as C does; and
+    its size."""
+    text = re.sub(r"//.*", "", (loader.FOLDER / (source or module.SOURCE)).read_text())
+    found_rank = re.search(r"MAX_SUM_RANK = (\d+);", text)
+    rank = int(found_rank[1]) if found_rank else 0
+    assert not rank or rank == module.MAX_SUM_RANK == mirror.MAX_SUM_RANK
     body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL)[1]
     found, offset = {}, 0
-    for kind, names in re.findall(r"(?:const\s+)?(void\*|int64_t|int32_t)\s+([^;]+);", body):
+    for kind, names in re.findall(r"(?:const\s+)?(void\*|uint32_t\*|int64_t|int32_t)\s+([^;]+);", body):
         code, size = _TYPES[kind]
         for name in names.split(","):
             stem = re.fullmatch(r"\s*(\w+)(?:\[MAX_SUM_RANK\])?\s*", name)[1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, gemm_tile, geometry, row_sums, rows, tile_choice
+from detkern.cu import ahead, column_sum, gemm_tile, geometry, row_sums, rows, scatter_sum, tile_choice
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -293,6 +293,7 @@ def compile_all() -> int:
         ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability)
         + column_sum.builds()
         + rows.builds(capability)
+        + scatter_sum.builds()
     )
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

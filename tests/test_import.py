@@ -81,7 +81,7 @@ def test_the_public_names() -> None:
     assert sorted(detkern.__all__) == [
         "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
         "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-        "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows",
+        "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows", "scatter_sum",
     ]  # fmt: skip
     for name in detkern.__all__:
         assert getattr(detkern, name) is not None

@@ -46,27 +46,28 @@ def _batch_size(subject: CallSubject, effort: Effort, tally: Tally) -> None:
     """The first alone, in batches of many sizes."""
     for kind, sample, whole in _sampled(subject, effort):
         for size in (1, 2, 3, 8, 17, 32):
-            if size < sample.shape[0]:
-                got = subject.result(subject.chosen(sample, slice(0, size)))
-                tally.check(f"{kind} {size}", got, whole[:size])
+            if size < subject.count(sample):
+                got = subject.first(subject.result(subject.chosen(sample, slice(0, size))))
+                tally.check(f"{kind} {size}", got, subject.first(whole)[:size])
 
 
 def _position(subject: CallSubject, effort: Effort, tally: Tally) -> None:
     """In another order."""
     for kind, sample, whole in _sampled(subject, effort):
-        order = np.arange(sample.shape[0])
+        order = np.arange(subject.count(sample))
         for label, other in (
             ("reversed", order[::-1]),
             ("rotated", np.roll(order, 1)),
             ("the first all over", 0 * order),
         ):
-            tally.check(f"{kind} {label}", subject.result(subject.chosen(sample, other)), whole[other])
+            got = subject.first(subject.result(subject.chosen(sample, other)))
+            tally.check(f"{kind} {label}", got, subject.first(whole)[other])
 
 
 def _neighbours(subject: CallSubject, effort: Effort, tally: Tally) -> None:
     """Every third among others that hold NaN and infinities."""
     for kind, sample, whole in _sampled(subject, effort):
-        kept = np.arange(sample.shape[0]) % 3 == 1
+        kept = np.arange(subject.count(sample)) % 3 == 1
         for label, value in (("NaN", np.nan), ("inf", np.inf), ("-inf", -np.inf)):
             operands = []
             for array, axis in zip(sample.operands, subject.operation.independent(subject.name), strict=True):
@@ -75,18 +76,19 @@ def _neighbours(subject: CallSubject, effort: Effort, tally: Tally) -> None:
                     spoiled = array.copy()
                     np.moveaxis(spoiled, axis, 0)[~kept] = value
                 operands.append(spoiled)
-            got = subject.result(replace(sample, operands=tuple(operands)))
-            tally.check(f"{kind} {label}", got, whole, only=kept)
+            got = subject.first(subject.result(replace(sample, operands=tuple(operands))))
+            tally.check(f"{kind} {label}", got, subject.first(whole), only=kept)
 
 
 def _chunking(subject: CallSubject, effort: Effort, tally: Tally) -> None:
     """In pieces: put together, the whole."""
     for kind, sample, whole in _sampled(subject, effort):
-        count = sample.shape[0]
+        count = subject.count(sample)
         for size in (1, 5, count // 2 + 1):
             starts = tuple(range(0, count, size))
-            pieces = [subject.result(subject.chosen(sample, slice(s, min(s + size, count)))) for s in starts]
-            tally.check(f"{kind} {size}", np.concatenate(pieces), whole, opens=starts[1:])
+            parts = [subject.chosen(sample, slice(s, min(s + size, count))) for s in starts]
+            pieces = [subject.first(subject.result(part)) for part in parts]
+            tally.check(f"{kind} {size}", np.concatenate(pieces), subject.first(whole), opens=starts[1:])
 
 
 def _layouts(subject: CallSubject, effort: Effort, tally: Tally) -> None:

@@ -86,12 +86,22 @@ class CallSubject:
 
     def chosen(self, sample: Sample, selection: Selection) -> Sample:
         """The sample with some of what is independent of the rest: rows or columns, in any order."""
+        along = self.operation.along
         operands = []
         for array, axis in zip(sample.operands, self.operation.independent(self.name), strict=True):
             index = (slice(None),) * (axis or 0) + (selection,)
             operands.append(array if array is None or axis is None else array[index])
-        count = np.arange(sample.shape[0])[selection].size
-        return replace(sample, operands=tuple(operands), shape=(count, *sample.shape[1:]))
+        count = np.arange(sample.shape[along])[selection].size
+        shape = (*sample.shape[:along], count, *sample.shape[along + 1 :])
+        return replace(sample, operands=tuple(operands), shape=shape)
+
+    def count(self, sample: Sample) -> int:
+        """How many results are independent of each other."""
+        return sample.shape[self.operation.along]
+
+    def first(self, result: Array) -> Array:
+        """A result with what is independent of the rest along its first axis."""
+        return np.moveaxis(result, self.operation.along, 0)
 
 
 def offered(device: Device, named: tuple[str, ...]) -> list[CallSubject]:

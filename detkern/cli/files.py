@@ -24,14 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ArgumentError, DetkernError, DTypeError, ShapeError
-from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, from_numpy
+from ..vocabulary.dtypes import BF16, DTYPES, E4M3, E5M2, F16, F32, I32, I64, DType, from_numpy
 
 __all__ = ["Location", "load", "parse_location"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 
-# The types of https://huggingface.co/docs/safetensors that a product takes.
-_SAFETENSORS = {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": E4M3, "F8_E5M2": E5M2}
+# The types of https://huggingface.co/docs/safetensors that an operation takes.
+_SAFETENSORS = {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": E4M3, "F8_E5M2": E5M2, "I32": I32, "I64": I64}
 # What reading a file of another content raises.
 _MALFORMED = (
     ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, EOFError, MemoryError, RuntimeError,
@@ -88,14 +88,14 @@ def _interpret(array: npt.NDArray[Any], raw: DType | None, location: Location) -
     is_raw = (
         array.dtype.kind in "Vui"
         and array.dtype.names is None
-        and from_numpy(array.dtype) is None
+        and from_numpy(array.dtype) not in DTYPES
         and array.dtype.itemsize in (1, 2, 4)
     )
     if is_raw and raw is not None and raw.itemsize == array.dtype.itemsize:
         array = array.view(f"{array.dtype.byteorder}u{raw.itemsize}".replace("|", ""))
         return np.ascontiguousarray(array.astype(raw.bits, copy=False)).view(raw.numpy)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if from_numpy(array.dtype) is not None:
+    if from_numpy(array.dtype) is not None:  # an index among them
         return array
     if is_raw:
         stored = f"{location}: holds raw elements of {array.dtype.itemsize} bytes ({array.dtype.str})"

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, DetkernError, DTypeError
 from ..operations.operation import Operation
 from ..operations.table import OPERATIONS
 from ..vocabulary.contracts import CONTRACTS, FP8_BLOCK128
-from ..vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
+from ..vocabulary.dtypes import BF16, F16, F32, INDICES, DType, from_numpy
 from .compare import Comparison, bits, compare
 from .files import Location, load
 from .options import NAMES, array_file, element_type, json_option
@@ -169,6 +169,7 @@ def replay(
       detkern replay x.npy w.npy --dtype bf16 --contract tree --expect y.npy    (bf16 saved by NumPy as raw bytes)
       detkern replay logits.npy --operation log_softmax --expect logprobs.npy
       detkern replay dy.npy --operation bias_gradient --expect db.npy
+      detkern replay dy.npy tokens.npy --operation scatter_sum --expect dw.npy
 
     \b
     Exit codes: 0 equal, by at least one of several contracts, 1 different, 2 the comparison could not be made.
@@ -199,6 +200,11 @@ def replay(
     else:
         if len(arrays) != 2:
             raise ArgumentError("a product takes two files, A and B")
+        for array, location in zip(arrays, (a, b), strict=True):
+            if from_numpy(array.dtype) in INDICES:
+                raise DTypeError(
+                    f"{location}: holds {array.dtype}, which an index may be; a product takes floating-point numbers"
+                )
         product = _Product(
             a=arrays[0],
             b=arrays[1],

@@ -15,6 +15,7 @@ from .device import SEEN, describe, missing
 from .gemm import Products
 from .implementation import CudaImplementation
 from .rows import Rows
+from .scatter_sum import ScatterSums
 
 __all__ = ["BACKEND", "CudaBackend", "offered"]
 
@@ -37,6 +38,7 @@ class CudaBackend:
             Products(),
             Sums(),
             Rows(),
+            ScatterSums(),
         )
         self.implementations: Mapping[type[Any], CudaImplementation[Any]] = {
             implementation.operation.problem: implementation for implementation in every

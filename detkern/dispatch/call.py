@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError, DTypeError
 from ..tensors import Adapter, TensorView, adapter_for, contiguous_strides, describe
 from ..tensors.overlap import overlapping
+from ..tensors.types import refuse_type
+from ..vocabulary.dtypes import F32, I32, I64
 from .plan import Planned
 
 __all__ = ["Call", "rehearsals", "rehearse"]
@@ -72,13 +74,15 @@ class Call:
         leader: int = 0,
         planned_copies: list[str] | None = None,
     ) -> None:
-        """operands: array and name of each; only one called "bias" may be None.
+        """operands: array and name of each; only one called "bias" may be None, only one called "index" holds whole numbers.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
         if rehearsals and planned_copies is None:
             planned_copies = _copies.get()
         array, argument = operands[leader]
         lead = adapter_for(array, argument)
         lead_view = lead.view(array, argument, None, planned_copies)
+        if lead_view.dtype is I64 or lead_view.dtype is I32:
+            raise _whole(argument, lead_view, lead)
         device = lead_view.device
         execution = lead.execution(device)
         adapters: list[Adapter | None] = []
@@ -93,6 +97,8 @@ class Call:
             else:
                 adapter = adapter_for(other, name)
                 view = adapter.view(other, name, execution.stream, planned_copies)
+                if (view.dtype is I64 or view.dtype is I32) and name != "index":
+                    raise _whole(name, view, adapter)
                 if view.device is not device and view.device != device:
                     raise _elsewhere(name, view, argument, lead_view)
                 adapters.append(adapter)
@@ -108,6 +114,8 @@ class Call:
         if out is not None:
             self._out_adapter = adapter_for(out, "out")
             self.out = self._out_adapter.out_view(out, "out", execution.stream)
+            if self.out.dtype is I64 or self.out.dtype is I32:
+                raise _whole("out", self.out, self._out_adapter)
             if self.out.device != device:
                 raise _elsewhere("out", self.out, argument, lead_view)
 
@@ -168,6 +176,11 @@ class Call:
         if self.out is not None and not (self._out_adapter is self._lead and self._lead.stream_ordered):
             arrays.append((self._out_adapter, self._out, self.out, True))
         return arrays
+
+
+def _whole(argument: str, view: TensorView, adapter: Adapter) -> DTypeError:
+    """For whole numbers where a number is expected that something is computed of."""
+    return refuse_type(argument, view.dtype.name, adapter.cast(argument, F32))
 
 
 def _elsewhere(argument: str, view: TensorView, leader: str, leading: TensorView) -> DeviceError:

@@ -147,8 +147,8 @@ class Operation(Generic[P]):
     cases:      the self-check's operands for a variant and a type.
     samples:    (variant, type, kind of operands, seed) -> samples of odd sizes, for `verify`, `fingerprint` and the golden
                 digests.
-    independent: (variant) -> the axis of each operand along which results are independent, None where there is none. That
-                of the result is the first.
+    independent: (variant) -> the axis of each operand along which results are independent, None where there is none.
+    along:      that axis of the result.
     call:       variant -> the public call. It stands above dispatch, so the record only names it.
     gradients:  of each variant that adapters of frameworks offer to their users, which calls give the gradients of its
                 operands; no Derivative for an operand, or none at all: it has no gradient. Adapters that have a module of
@@ -172,6 +172,7 @@ class Operation(Generic[P]):
     descriptor: Descriptor[P] | None = None
     gradients: Mapping[str, tuple[Derivative, ...]] = field(default_factory=dict)
     shape_of: Callable[[str, Sequence[Sequence[Any]]], Sequence[Any]] | None = None
+    along: int = 0
 
     def problem_of(self, sample: Sample, operands: Operands, out: TensorView) -> P:
         """The problem of a sample whose arrays lie at these views."""

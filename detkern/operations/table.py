@@ -9,6 +9,7 @@ from .block_scaled.operation import BLOCK_SCALED
 from .gemm.operation import GEMM
 from .operation import Operation
 from .rows.operation import ROWS
+from .scatter_sum.operation import SCATTER_SUM
 
 __all__ = ["OPERATIONS", "operation_of"]
 
@@ -17,6 +18,7 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     BLOCK_SCALED,
     BIAS_GRADIENT,
     ROWS,
+    SCATTER_SUM,
 )
 
 _BY_NAME = {operation.name: operation for operation in OPERATIONS}

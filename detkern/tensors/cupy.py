@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError
-from ..vocabulary.dtypes import DTYPES, E4M3, DType
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .dlpack import Exported
 from .execution import Execution
@@ -18,7 +18,7 @@ from .view import Device, TensorView, contiguous_strides, element_strides
 
 __all__ = ["cupy_adapter", "cupy_memory", "current_stream", "exported", "external_execution"]
 
-_TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+_TYPES = {dtype.numpy: dtype for dtype in (*DTYPES, *INDICES)}
 # CuPy's own memory, whose sizes hold. That of imported arrays (UnownedMemory, DLPack) CuPy makes up from their shapes.
 _SIZED = ("PooledMemory", "Memory", "MemoryAsync", "ManagedMemory")
 

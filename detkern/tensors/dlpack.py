@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, DeviceError, DTypeError
-from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType
+from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, I32, I64, DType
 from .types import refuse_type
 from .view import Device, contiguous_strides
 
@@ -22,6 +22,7 @@ _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
 _E4M3FN, _E5M2 = 10, 12
 _CODES: dict[DType, tuple[int, int]] = {
     F32: (_FLOAT, 32), F16: (_FLOAT, 16), BF16: (_BFLOAT, 16), E4M3: (_E4M3FN, 8), E5M2: (_E5M2, 8),
+    I32: (_INT, 32), I64: (_INT, 64),
 }  # fmt: skip
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 _NAMES = {

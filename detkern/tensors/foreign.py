@@ -13,7 +13,7 @@ from operator import index
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, DTypeError
-from ..vocabulary.dtypes import E4M3, F16, F32, DType
+from ..vocabulary.dtypes import E4M3, F16, F32, I32, I64, DType
 from .adapter import Adapter
 from .cupy import cupy_memory, current_stream, exported, external_execution
 from .dlpack import Exported, device_of, read
@@ -111,7 +111,7 @@ class _DLPack(_Foreign):
             keep(execution.device, execution.stream, view.array)
 
 
-_CAI_TYPES = {"f4": F32, "f2": F16}
+_CAI_TYPES = {"f4": F32, "f2": F16, "i4": I32, "i8": I64}
 _CAI_NAMES = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 
 

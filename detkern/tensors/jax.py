@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, DTypeError
-from ..vocabulary.dtypes import DTYPES, DType
+from ..vocabulary.dtypes import DTYPES, INDICES, DType
 from .adapter import Adapter
 from .cupy import external_execution
 from .dlpack import Exported, device_of, read
@@ -29,7 +29,7 @@ from .view import Device, TensorView
 
 __all__ = ["jax_adapter"]
 
-_TYPES = {dtype.numpy: dtype for dtype in DTYPES}
+_TYPES = {dtype.numpy: dtype for dtype in (*DTYPES, *INDICES)}
 
 
 class _After:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, DTypeError
-from ..vocabulary.dtypes import DTYPES, E4M3, DType
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .execution import Execution
 from .types import refuse_type
@@ -16,7 +16,7 @@ from .view import Device, TensorView, contiguous_strides, element_strides
 __all__ = ["CPU", "NUMPY", "host_memory", "ndarray_of", "scratch"]
 
 CPU = Device("cpu")
-_TYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DTYPES}
+_TYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in (*DTYPES, *INDICES)}
 
 
 def host_memory(size: int, alignment: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

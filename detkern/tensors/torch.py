@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, DTypeError
-from ..vocabulary.dtypes import DTYPES, E4M3, DType
+from ..vocabulary.dtypes import DTYPES, E4M3, INDICES, DType
 from .adapter import Adapter
 from .execution import Execution
 from .overlap import byte_range
@@ -33,7 +33,7 @@ class _Torch(Adapter):
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._types = {getattr(torch, dtype.name): dtype for dtype in DTYPES}
+        self._types = {getattr(torch, dtype.name): dtype for dtype in (*DTYPES, *INDICES)}
         self._torch_types = {dtype: torch_type for torch_type, dtype in self._types.items()}
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._strided_layout = torch.strided

@@ -10,7 +10,13 @@ from detkern.operations.table import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-FOLDERS = (ROOT, ROOT / "detkern", ROOT / "detkern" / "cu", ROOT / "detkern" / "operations" / "gemm")
+FOLDERS = (
+    ROOT,
+    ROOT / "detkern",
+    ROOT / "detkern" / "cu",
+    ROOT / "detkern" / "cu" / "kernels",
+    ROOT / "detkern" / "operations" / "gemm",
+)
 
 
 def test_every_path_exists() -> None:

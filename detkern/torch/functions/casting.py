@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ def torch_dtype(value: Any) -> Any:
     return _NAMES[dtype_argument(value).name]
 
 
-def autocast(*operands: Any) -> list[Any]:
+def autocast(*operands: Any) -> Sequence[Any]:
     """The operands (None among them too) as autocast wants them on the first one's device."""
+    if not torch._C._is_any_autocast_enabled():
+        return operands
     device_type = operands[0].device.type
     if not torch.is_autocast_enabled(device_type):
-        return list(operands)
+        return operands
     wanted = torch.get_autocast_dtype(device_type)
     return [x.to(wanted) if x is not None and x.dtype in OPERANDS else x for x in operands]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ... import api
+from ... import api, rows
 from ...dispatch.backend import Execution
 from ...dispatch.call import rehearsals
 from ...dispatch.plan import Planned
@@ -53,13 +53,14 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: str | None) -> Any:
     return _complete(planned, (view,), view.device, dc)
 
 
-def row_operation(kind: RowKind, function: Callable[..., Any], x: Any, out_dtype: Any, backend: str | None) -> Any:
-    """An operation of detkern.rows with one operand. function: its name there."""
-    view = _view(x)
-    if view is None or (backend is not None and type(backend) is not str):
-        return function(x, out_dtype=out_dtype, backend=backend)
-    wanted = None if out_dtype is None else _named(out_dtype)
-    return _complete(plan_rows(kind, view, None, None, None, wanted, backend), (view,), view.device, x)
+def row_operation(name: str, kind: RowKind, operands: tuple[Any, ...], out_dtype: Any, backend: str | None) -> Any:
+    """`detkern.rows.<name>(*operands, ...)`, of a kind whose operands are all tensors."""
+    first = operands[0]
+    a, b = _view(first), None if len(operands) == 1 else _view(operands[1])
+    if backend is not None or a is None or (len(operands) > 1 and (b is None or b.device is not a.device)):
+        return getattr(rows, name)(*operands, out_dtype=out_dtype, backend=backend)
+    planned = plan_rows(kind, a, b, None, None, None if out_dtype is None else _named(out_dtype), backend)
+    return _complete(planned, (a,) if b is None else (a, b), a.device, first)
 
 
 def _product(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ArgumentError, DetkernError, DeviceError, DTypeError, ShapeError
 
-__all__ = ["asked", "check", "destination", "main_grads_to_grad", "need_module", "zero"]
+__all__ = ["asked", "check", "destination", "main_grads_to_grad", "need_module", "running_destination", "zero"]
 
 # On the parameter: (graph task, uses that it has come to), and how many uses hold what no optimizer has been given.
 _USES, _PENDING = "_detkern_uses", "_detkern_pending"
@@ -103,6 +103,13 @@ def destination(functions: Any, main_grad: Any) -> Any:
     if leaf is None:
         return main_grad
     return _of_this_use(leaf.variable, main_grad)
+
+
+def running_destination(main_grad: Any) -> Any:
+    """`destination` for the node that is running its backward, if any, as the ops that accumulate ask: what a backward asks for is
+    known only when it runs, not when a compiler traces it."""
+    node = torch._C._current_autograd_node()
+    return main_grad if node is None else destination(node.next_functions, main_grad)
 
 
 def _of_this_use(parameter: Any, main_grad: Any) -> Any:

@@ -39,21 +39,15 @@ def bias_gradient(dc: Any, out_dtype: Any, backend: Any) -> Any:
 
 
 def matmul_accumulate(out: Any, a: Any, b: Any, contract: Any, backend: Any) -> None:
-    out = _destination(out)
+    out = main_grads.running_destination(out)
     if out is not None:
         api.gemm(a, b, out=out, accumulate=True, contract=contract, backend=backend)
 
 
 def bias_gradient_accumulate(out: Any, dc: Any, backend: Any) -> None:
-    out = _destination(out)
+    out = main_grads.running_destination(out)
     if out is not None:
         api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
-
-
-def _destination(main_grad: Any) -> Any:
-    """In a backward, what it asks for is known only when it runs, not when a compiler traces it."""
-    node = torch._C._current_autograd_node()
-    return main_grad if node is None else main_grads.destination(node.next_functions, main_grad)
 
 
 def _check_operands(first: Any, first_name: str, second: Any, second_name: str) -> None:

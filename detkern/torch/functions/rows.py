@@ -107,11 +107,14 @@ def log_softmax(
 def _reduced(name: str, x: Any, dim: Any, keepdim: bool, out_dtype: Any, backend: str | None) -> Any:
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or (dim == -1 and not keepdim):
         return _run(name, out_dtype, backend, x)
-    dims = _dimensions(x, dim)
-    last = list(range(x.dim() - len(dims), x.dim()))
+    rank = x.dim()
+    dims = [rank - 1] if dim == -1 or dim == [rank - 1] else _dimensions(x, dim)
+    last = list(range(rank - len(dims), rank))
     moved = x if dims == last else x.movedim(dims, last)
     result = _run(name, out_dtype, backend, moved if len(dims) == 1 else moved.flatten(last[0]))
-    if keepdim:
+    if keepdim and dims == last and len(dims) == 1:
+        result = result.unsqueeze(-1)
+    elif keepdim:
         for d in dims:
             result = result.unsqueeze(d)
     return result
@@ -235,6 +238,21 @@ def _kernel(name: str, count: int) -> Any:
     return one if count == 1 else two
 
 
+def _plain(name: str, count: int) -> Any:
+    """As `_kernel`; None where an operand is a number."""
+    kind = RowKind[name.upper()]
+    if kind == RowKind.MEAN_BACKWARD:
+        return None
+
+    def one(x: Any, out_dtype: Any, backend: str | None) -> Any:
+        return eager.row_operation(name, kind, (x,), out_dtype, backend)
+
+    def two(x: Any, y: Any, out_dtype: Any, backend: str | None) -> Any:
+        return eager.row_operation(name, kind, (x, y), out_dtype, backend)
+
+    return one if count == 1 else two
+
+
 def _fake(name: str, *arguments: Any) -> Any:
     *operands, out_dtype, _ = arguments
     last = operands[-1] if isinstance(operands[-1], torch.Tensor) else operands[0]
@@ -250,18 +268,18 @@ def _op(name: str, operands: str) -> Op:
     def of(rule: Any) -> Any:
         return functools.partial(rule, name)
 
-    one = operands == "Tensor x"
+    count = operands.count(",") + 1
     return Op(
         name,
         f"({operands}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
-        _kernel(name, operands.count(",") + 1),
+        _kernel(name, count),
         of(_fake),
         setup=of(_setup),
         backward=of(_backward),
         kept=_kept,
         jvp=of(_jvp),
         vmap=of(_vmap),
-        plain=functools.partial(eager.row_operation, RowKind[name.upper()], getattr(rows, name)) if one else None,
+        plain=_plain(name, count),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import affine, attention, gradients, recorded, rows
+from . import affine, attention, gradients, recorded, rows, scattered
 from .registration import Op, register
 
 __all__ = ["OPS"]
@@ -12,6 +12,7 @@ OPS: tuple[Op, ...] = (
     *rows.OPS,
     *affine.OPS,
     *attention.OPS,
+    *scattered.OPS,
     *recorded.OPS,
 )
 

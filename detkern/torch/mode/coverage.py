@@ -6,7 +6,9 @@
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
 - *Uncovered* names multiply matrices in kernels of their own: strict refuses them.
-- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch.
+- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch. PASSED holds
+  their functions, UNRECORDED those that are plain where autograd records nothing: most of a model's calls are one of these,
+  and are told apart by one look-up.
 - The rest, composed below Python, is watched: see watch.py.
 """
 
@@ -19,11 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, pointwise, products, reductions
+from . import attention, broadcasting, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
-    "ELEMENTWISE", "HANDLERS", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNSEEN_WHEN_COMPILED", "name_of",
+    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNRECORDED",
+    "UNSEEN_WHEN_COMPILED", "name_of",
 ]  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _summing() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS})
+    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS, **indexing.HANDLERS})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
@@ -69,12 +72,12 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
+    found[F.embedding] = indexing.functional_embedding
     return found
 
 
-def _elementwise() -> dict[Any, Callable[..., Any]]:
-    found = _by_function(pointwise.HANDLERS)
-    found[F.silu] = pointwise.functional_silu
+def _broadcasting() -> dict[Any, Callable[..., Any]]:
+    found: dict[Any, Callable[..., Any]] = {}
     for name in broadcasting.NAMES:
         for place in (torch, torch.Tensor):
             func = getattr(place, name, None)
@@ -84,7 +87,10 @@ def _elementwise() -> dict[Any, Callable[..., Any]]:
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = _summing()
-ELEMENTWISE: dict[Any, Callable[..., Any]] = _elementwise()
+_BROADCASTING = _broadcasting()
+ELEMENTWISE: dict[Any, Callable[..., Any]] = {
+    **_by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE}), F.silu: pointwise.functional_silu, **_BROADCASTING,
+}  # fmt: skip
 
 _UNCOVERED = """
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
@@ -102,6 +108,7 @@ _UNCOVERED = """
     mkldnn_linear _mkldnn_linear _weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear
     smm sspaddmm hspmm _sparse_mm _sparse_addmm sparse_sampled_addmm _cslt_sparse_mm _sparse_semi_structured_linear
     _sparse_semi_structured_mm _sparse_semi_structured_addmm
+    embedding_bag _embedding_bag _embedding_bag_forward_only index_reduce index_reduce_
 """
 UNCOVERED = frozenset(_UNCOVERED.split())
 
@@ -210,3 +217,23 @@ def _python() -> dict[Any, Callable[..., Any]]:
 PYTHON: dict[Any, Callable[..., Any]] = _python()
 # torch.compile traces the others itself.
 TRACED_PYTHON = {func: copy for func, copy in PYTHON.items() if func.__module__ == "torch.nn.functional"}
+
+
+def _passed() -> frozenset[Any]:
+    """The functions, methods and properties of PyTorch's own that are plain by their name, and nothing else."""
+    found: set[Any] = set()
+    named = (torch, F, torch.functional, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._VariableFunctions)
+    for holder in (*named, torch.Tensor):
+        for name in PLAIN:
+            func = getattr(holder, name, None)
+            if callable(func) and name_of(func) == name:
+                found.add(func)
+    for kind in torch.Tensor.__mro__[:-1]:
+        for value in vars(kind).values():
+            if isinstance(value, (types.GetSetDescriptorType, property)):
+                found.add(value.__get__)  # reading shape, dtype, device, ...
+    return frozenset(func for func in found if func not in HANDLERS and func not in ELEMENTWISE and func not in PYTHON)
+
+
+PASSED = _passed()
+UNRECORDED = frozenset((*_BROADCASTING, *_by_function(indexing.ELEMENTWISE)))

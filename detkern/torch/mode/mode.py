@@ -14,22 +14,26 @@ from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
-from . import coverage
+from . import coverage, indexing
 from .decorating import decorated
 from .watch import Watch
 
-__all__ = ["batch_invariant_mode"]
+__all__ = ["DEVICE_TYPES", "batch_invariant_mode"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
-_DEVICES = ("cpu", "cuda", "musa", "npu")
+DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
-_OPERANDS = (torch.float32, torch.float16, torch.bfloat16)
-_ROW_OPS = ("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention")
+_OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
+# Bound once: they are asked in every call.
+_PASSED, _UNRECORDED = coverage.PASSED, coverage.UNRECORDED
+_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _said: set[tuple[str, str]] = set()
 
 
@@ -60,14 +64,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         self,
         *,
         contract: str | Mapping[str, str] | None = None,
-        device_types: str | Iterable[str] = _DEVICES,
+        device_types: str | Iterable[str] = DEVICE_TYPES,
         strict: bool = False,
     ) -> None:
         super().__init__()
         self.device_types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
         for device in self.device_types:
-            if device not in _DEVICES:
-                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(_DEVICES)}")
+            if device not in DEVICE_TYPES:
+                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
         named: Mapping[str, str] = dict.fromkeys(PRODUCTS, contract) if isinstance(contract, str) else contract or {}
         for op in named:
             if op not in PRODUCTS:
@@ -123,6 +127,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
                 _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # PyTorch takes 2 µs to get here, for each call of a function and each reading of a shape: what is plain goes on at once.
+        if not _compiling() and (func in _PASSED or (func in _UNRECORDED and not _grad_enabled())):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         handler = coverage.HANDLERS.get(func)
         if handler is not None:
@@ -169,11 +176,24 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
 
     def contract_for(self, op: str, dtype: Any) -> str | None:
         """The contract's name for an op on operands of a type; None for the default."""
-        return self.contracts.get(op, {}).get(dtype)
+        named = self.contracts.get(op)
+        return None if named is None else named.get(dtype)
 
     def covers(self, op: str, *operands: Any) -> bool:
         """Whether operands are of what the mode is at work on. If they are not for a reason that strict refuses, that is
         said, or raised, here."""
+        devices = self.row_devices if op in _ROW_OPS else self.device_types
+        for x in operands:  # what most are, with nothing asked twice
+            if (
+                type(x) not in _PLAIN
+                or x.dtype not in _OPERANDS
+                or x.layout is not _STRIDED
+                or x.device.type not in devices
+            ):
+                return self._covers(op, operands)
+        return True
+
+    def _covers(self, op: str, operands: tuple[Any, ...]) -> bool:
         for x in operands:
             if not isinstance(x, torch.Tensor) or x.device.type not in self.device_types:
                 return False

@@ -18,6 +18,8 @@ from ..functions.casting import autocast
 
 __all__ = ["HANDLERS", "finish", "product"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def finish(result: Any, out: Any) -> Any:
     """The result, or `out` holding it, under the rules of PyTorch's out= arguments."""
@@ -81,6 +83,11 @@ def dot(mode: Any, input: Any, tensor: Any = None, other: Any = None, *, out: An
 def matmul(mode: Any, input: Any, other: Any, *, out: Any = None) -> Any:
     """Of the op that PyTorch makes of it for these numbers of dimensions: where it folds a stack into rows or not,
     depending on strides and on whether gradients are recorded, this one does not."""
+    if out is None and type(input) in _PLAIN and type(other) in _PLAIN and input.dtype is other.dtype:
+        # The products of an attention, with nothing asked twice.
+        left, right = input.shape, other.shape
+        if len(left) == len(right) > 2 and left[-1] == right[-2] and left[:-2] == right[:-2]:
+            return product(mode, "bmm", input, other) if mode.covers("bmm", input, other) else NotImplemented
     ranks = [x.dim() if isinstance(x, torch.Tensor) else 0 for x in (input, other)]
     if 0 in ranks:
         return NotImplemented
@@ -110,7 +117,7 @@ def linear(mode: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     contract = mode.contract_for(op, x.dtype)
     if b is None or (b.dim() == 1 and b.shape[0] == weight.shape[0] and b.dtype == x.dtype):
-        return functional.linear(x, w, b, contract=contract)
+        return functional.gathering_linear(x, w, b, None, None, None, contract, None)
     if b.dtype != x.dtype or not _expands(b.shape, (*input.shape[:-1], weight.shape[0])):
         return NotImplemented
     return affine(functional.linear(x, w, out_dtype=torch.float32, contract=contract), b, 1.0, 1.0, x.dtype)

@@ -15,11 +15,15 @@ from .products import finish
 
 __all__ = ["HANDLERS", "cross_entropy"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def _chosen(x: Any, dim: Any) -> list[int] | None:
     """The dimensions that dim means, or None for what PyTorch is to refuse."""
+    if type(dim) is int:
+        rank = x.dim()
+        return [dim % rank] if -rank <= dim < rank else None
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return list(range(x.dim()))
     dims = [_number(d) for d in dim] if isinstance(dim, (tuple, list)) else [_number(dim)]
@@ -41,6 +45,13 @@ def _types(mode: Any, op: str, x: Any, dtype: Any, out: Any) -> tuple[Any, Any] 
 
     A wider type is the result's alone: the operand's conversion is exact.
     """
+    if (
+        out is None
+        and type(x) in _PLAIN
+        and x.is_floating_point()
+        and (dtype is torch.float32 or (dtype is None and not torch._C._is_any_autocast_enabled()))
+    ):  # what most calls are, with nothing asked twice
+        return (x, dtype or x.dtype) if mode.covers(op, x) else None
     if dtype is None and out is not None:
         dtype = out.dtype
     if not isinstance(x, torch.Tensor):

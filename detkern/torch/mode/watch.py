@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..functions import route
-from . import coverage, products
+from . import coverage, indexing, products
 
 __all__ = ["Watch"]
 
 # Their backward is made of products or sums. That of a sum repeats one number.
-_SUMMING_BACKWARD = frozenset(("softmax", "log_softmax", "_softmax", "_log_softmax", *products.HANDLERS))
+_SUMMING_BACKWARD = frozenset(
+    ("softmax", "log_softmax", "_softmax", "_log_softmax", *products.HANDLERS, *indexing.READING)
+)
 
 
 @contextmanager

@@ -69,6 +69,9 @@ softmax_backward     bf16 c20c3b957f8032c8ab50714ad00b9ccd7595309716b809d3ceb4a3
 log_softmax_backward f32  c52bbe13e5497627b0afb55c2198fa6d7e8d263c6d808aa424aa36007a1ad559
 log_softmax_backward f16  1584f989d55f78c4fd48c60c4a8ba86b0dbe4416c127910f3e269da2de33de8c
 log_softmax_backward bf16 493b4ab07c6d68cdefa089d7ad6621b41e4086f57961149e747e60afdaeaca3d
+scatter_sum          f32  8da3984f1a41e5708f088a0fd7f99fad8d14903b3303e0c143fc4ea3e300444b
+scatter_sum          f16  e08937a4f22197f79cd4722947ae179490ba0fe9ad6e8ce1b836ceca707f2aa9
+scatter_sum          bf16 76acc82b72544806e0e13210e3e421b5597c2d7fc78befe20e77603438b54394
 """
 
 
@@ -78,7 +81,8 @@ def _digest(contract: str, dtype: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("bias_gradient", "f16"), ("softmax", "bf16"), ("mean_square_backward", "f32")]
+    ("name", "dtype"),
+    [("bias_gradient", "f16"), ("softmax", "bf16"), ("scatter_sum", "f16"), ("mean_square_backward", "f32")],
 )
 def test_the_replay_of_another_operation_gives_the_recorded_digests(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch

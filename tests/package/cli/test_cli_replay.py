@@ -173,7 +173,7 @@ def test_block_scaled(folder: Path, b_dtype: Any) -> None:
         (["short.npy", "a.npy"], "ends 4 bytes early"),
         (["objects.npy", "a.npy"], "it holds Python objects"),
         (["broken.safetensors", "a.npy"], "broken.safetensors is not a readable .safetensors file"),
-        (["whole.safetensors:i", "a.npy"], "holds I64"),
+        (["whole.safetensors:i", "a.npy"], "holds int64"),
         (["whole.safetensors", "a.npy"], "choose one as whole.safetensors:KEY from x, i"),
         (["double.npy", "a.npy"], "double.npy: holds float64"),
         (["a.npy", "a.npy"], "K is 3 in a and 2 in b"),
@@ -463,6 +463,25 @@ def test_an_operation_takes_no_option_of_products(tmp_path: Path) -> None:
         str(tmp_path / "sum.npy"),
     ]
     assert CliRunner().invoke(main, ["replay", x, *given]).exit_code == 0
+
+
+def test_an_operation_by_an_index(tmp_path: Path) -> None:
+    """Whole numbers of both widths, as .npy and as .safetensors; nothing else takes them."""
+    source, tokens = np.array([[2.0**24], [1], [5], [1]], np.float32), np.array([2, 2, 0, 2])
+    paths = {name: str(tmp_path / name) for name in ("dy.npy", "tokens.npy", "dw.npy", "start.npy", "t.safetensors")}
+    np.save(paths["dy.npy"], source)
+    np.save(paths["tokens.npy"], tokens.astype(np.int32))
+    save_safetensors(paths["t.safetensors"], tokens=tokens)
+    np.save(paths["dw.npy"], np.array([[5], [0], [2.0**24]], np.float32))
+    for index in ("tokens.npy", "t.safetensors"):
+        given = [paths["dy.npy"], paths[index], "--operation", "scatter_sum", "--expect", paths["dw.npy"]]
+        assert CliRunner().invoke(main, ["replay", *given]).exit_code == 0
+    np.save(paths["start.npy"], np.array([[0], [0], [2]], np.float32))
+    changed = CliRunner().invoke(main, ["replay", *given, "--initial", paths["start.npy"]])
+    assert changed.exit_code == 1, changed.output
+    product = CliRunner().invoke(main, ["replay", *given[:2], "--contract", "fma", "--expect", paths["dw.npy"]])
+    assert product.exit_code == 2
+    assert "t.safetensors: holds int64, which an index may be" in product.output
 
 
 def test_a_safetensors_header_that_is_no_object_is_named(folder: Path) -> None:

@@ -21,7 +21,7 @@ from cu_compiled import (
 )
 from cu_device import one_of_each_organisation
 
-from detkern.cu import column_sum, gemm_tile, loader, rows
+from detkern.cu import column_sum, gemm_tile, loader, rows, scatter_sum
 from detkern.cu.gemm_tile import Load, Tile, build_for, fits, tiles_for
 from detkern.operations.rows.problem import RowKind
 from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
@@ -314,6 +314,46 @@ def test_the_bias_gradient_compiles_within_bounds(
         assert not name.startswith(("FFMA", "FMUL")), name
         check_instruction(name)
     if macros["LOAD"] != Load.STRIDED:
+        assert any(name.startswith("LDGSTS") for name in instructions)
+
+
+# All builds on sm_90a, elsewhere one of the sums and the largest of the sort in turn.
+SCATTERED = [("sm_90a", build) for build in scatter_sum.builds()] + [
+    (architecture, build)
+    for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
+    for build in (scatter_sum.builds()[0], scatter_sum.builds()[4 + turn % 6])[turn % 2 :]
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_scattered() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in SCATTERED}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("architecture", "build"), SCATTERED, ids=str)
+def test_the_scattered_sum_compiles_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_scattered: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+) -> None:
+    log, code = compiled_scattered[architecture, build].result()
+    macros = dict(build.macros)
+    # Pieces: four CTAs an SM on Hopper, three elsewhere, so that enough of out is on its way to memory.
+    pieces = 64 if architecture == "sm_90a" else 80
+    assert registers_of(log) <= (pieces if macros.get("VECTOR") else 64 if macros.get("PHASE") == 0 else 128)
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[architecture])
+    instructions = instructions_of(code)
+    counts = build.source == scatter_sum.SORT_SOURCE
+    assert counts or any(name == "FADD" for name in instructions)
+    for name in instructions:
+        # Digits are counted by atomic additions of whole numbers in shared memory, whose order cannot show.
+        if not (counts and name.startswith("ATOMS.POPC")) and name != "ATOMS.ADD":
+            check_instruction(name)
+        assert not name.startswith(("FFMA", "FMUL")), name
+    assert counts or ("ATOMS.ADD" not in instructions)
+    if macros.get("VECTOR"):
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 

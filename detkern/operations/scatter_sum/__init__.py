@@ -1,0 +1,1 @@
+"""Sums of rows by the destination that an index names for each."""
