@@ -107,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const uint32_t blocks = static_cast<uint32_t>((p.k + K - 1) / K);
   if (warp >= CtaRoles::WARPS) {
     if (CtaRoles::begin_producing(warp, ring, CtaRoles::WARPS, map_a, map_b)) {
+      wait_for_earlier_grid();  // which may write where the groups end
       const GroupWalk walk(p);
       produce<false, false>(ring, Position(), walk, MatrixSource<TileA, TileB, K>(p, map_a, map_b, walk, blocks));
     }
