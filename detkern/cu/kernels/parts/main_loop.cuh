@@ -4,8 +4,8 @@
 #include "ptx/registers.cuh"
 #include "ptx/wgmma.cuh"
 
-// TileA, TileB: the operands' parts of a stage. Instruction: its products (ptx/wgmma.cuh, ptx/wgmma_8bit.cuh), which fix the
-// elements' types. ROW_BLOCKS: of 64 rows, that a warp group has.
+// TileA, TileB: the operands' parts of a stage. Instruction: its products (ptx/wgmma.cuh, ptx/wgmma_8bit.cuh), which
+// fix the elements' types. ROW_BLOCKS: of 64 rows, that a warp group has.
 template <class TileA, class TileB, class Instruction, int ROW_BLOCKS>
 class MainLoop {
  public:
@@ -15,8 +15,8 @@ class MainLoop {
   static_assert(TileA::ELEMENT_BYTES * Instruction::STEP_K == 32 && TileB::ELEMENT_BYTES * Instruction::STEP_K == 32,
                 "a step of wgmma is 32 bytes along k");
 
-  // The accumulators of 64 rows, as mma.sync lays them out: a lane has of columns 8 * j + 2t and the next, in rows g (0, 1)
-  // and g + 8 (2, 3) of its warp's sixteen.
+  // The accumulators of 64 rows, as mma.sync lays them out: a lane has of columns 8 * j + 2t and the next, in rows g
+  // (0, 1) and g + 8 (2, 3) of its warp's sixteen.
   using Fragments = float[COLUMNS / 8][4];
 
   static DETKERN_INLINE float (&registers(Fragments& fragments))[COLUMNS / 2] {
@@ -29,12 +29,12 @@ class MainLoop {
     for (int block = 0; block < ROW_BLOCKS; ++block) hold(registers(acc[block]));
   }
 
-  // Computes a chain's products of `blocks` stages (at least one), from the stage at `position` on; afterwards that is the
-  // next chain's. FROM_ZERO: the chain starts from +0, not from what `acc` holds. row: of the group's first row in the tile.
-  // meanwhile: what there is to do while the last products are on their way.
+  // Computes a chain's products of `blocks` stages (at least one), from the stage at `position` on; afterwards that is
+  // the next chain's. FROM_ZERO: the chain starts from +0, not from what `acc` holds. row: of the group's first row in
+  // the tile. meanwhile: what there is to do while the last products are on their way.
   //
-  // Between a stage's first products (HEAD steps) and its others the warps see to the ring: they let the stage before go
-  // and ask whether the next one is there, so that from stage to stage the tensor cores have work.
+  // Between a stage's first products (HEAD steps) and its others the warps see to the ring: they let the stage before
+  // go and ask whether the next one is there, so that from stage to stage the tensor cores have work.
   template <bool FROM_ZERO, class RingType, class Position, class Meanwhile>
   static DETKERN_INLINE void multiply(Fragments (&acc)[ROW_BLOCKS], const RingType& ring, Position& position, int row,
                                       uint32_t blocks, const Meanwhile& meanwhile) {
@@ -74,8 +74,8 @@ class MainLoop {
   }
 
  private:
-  // Starts the products of the steps numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors. FROM_ZERO:
-  // the chains start with the first of them.
+  // Starts the products of the steps numbered FIRST to LAST - 1 of a stage; a, b: low words of its descriptors.
+  // FROM_ZERO: the chains start with the first of them.
   template <int FIRST, int LAST, bool FROM_ZERO = false>
   static DETKERN_INLINE void issue(Fragments (&acc)[ROW_BLOCKS], uint32_t a, uint32_t b) {
 #pragma unroll
@@ -85,11 +85,11 @@ class MainLoop {
         const uint64_t rows = TileA::descriptor(a, TileA::offset(64 * block, step));
         const uint64_t columns = TileB::descriptor(b, TileB::offset(0, step));
         if (FROM_ZERO && step == FIRST) {
-          Instruction::template multiply<COLUMNS, true, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows,
-                                                                                              columns);
+          Instruction::template multiply<COLUMNS, true, TileA::TRANSPOSED, TileB::TRANSPOSED>(
+              registers(acc[block]), rows, columns);
         } else {
-          Instruction::template multiply<COLUMNS, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(registers(acc[block]), rows,
-                                                                                               columns);
+          Instruction::template multiply<COLUMNS, false, TileA::TRANSPOSED, TileB::TRANSPOSED>(
+              registers(acc[block]), rows, columns);
         }
       }
     }

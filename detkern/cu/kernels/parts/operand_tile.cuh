@@ -14,8 +14,8 @@
 constexpr int ATOM_ROW_BYTES = 128;
 constexpr int ATOM = 64;  // 16-bit elements of a row of an atom
 
-// LOAD: K_MAJOR or MN_MAJOR; of 8-bit elements wgmma takes K_MAJOR alone. ROWS: of m or n, EXTENT_K: of k, in the tile.
-// SIZE: bytes of an element, 1 or 2.
+// LOAD: K_MAJOR or MN_MAJOR; of 8-bit elements wgmma takes K_MAJOR alone. ROWS: of m or n, EXTENT_K: of k, in the
+// tile. SIZE: bytes of an element, 1 or 2.
 template <int LOAD, int ROWS, int EXTENT_K, int SIZE = 2>
 struct TmaTile {
   static constexpr bool MN_ROWS = LOAD == MN_MAJOR;
@@ -36,14 +36,16 @@ struct TmaTile {
   static constexpr uint32_t DESCRIPTOR_LOW = (MN_ROWS ? EXTENT_K * ATOM_ROW_BYTES >> 4 : 1) << 16;
   static constexpr uint32_t DESCRIPTOR_HIGH = (8 * ATOM_ROW_BYTES >> 4) | 1u << 30;
 
-  // The offset in bytes of one step's k (32 bytes of them), numbered `step`, from row `row` on, a multiple of 8 (MN_MAJOR: of 64).
+  // The offset in bytes of one step's k (32 bytes of them), numbered `step`, from row `row` on, a multiple of 8
+  // (MN_MAJOR: of 64).
   static constexpr DETKERN_INLINE uint32_t offset(int row, int step) {
     return MN_ROWS ? row / ATOM * EXTENT_K * ATOM_ROW_BYTES + step * 16 * ATOM_ROW_BYTES
                    : (step / 4 * ROWS + row) * ATOM_ROW_BYTES + step % 4 * 32;
   }
 
-  // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of 16
-  // bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the cluster.
+  // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of
+  // 16 bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the
+  // cluster.
   static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | (address & 0x3ffff) >> 4; }
 
   // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these
@@ -54,8 +56,8 @@ struct TmaTile {
 
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
   // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
-  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
-  // map's boxes are so large.
+  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a
+  // single box half of the rows; the map's boxes are so large.
   template <Copy COPY>
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
                                   uint32_t barrier, bool whole, uint32_t rank = 0) {

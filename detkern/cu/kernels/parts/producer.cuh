@@ -9,12 +9,12 @@
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
-// What stages hold of products of matrices: the k-th part of A's rows and of B's columns at a tile. BLOCK_K: k of a stage.
-// SHARED_OPERAND: what the CTAs of a cluster copy for one another. AT_ONE_TIME: CTAs whose tiles lie below one another and
-// that read B at one time.
+// What stages hold of products of matrices: the k-th part of A's rows and of B's columns at a tile. BLOCK_K: k of a
+// stage. SHARED_OPERAND: what the CTAs of a cluster copy for one another. AT_ONE_TIME: CTAs whose tiles lie below one
+// another and that read B at one time.
 //
-// Another kernel may have another source: `seek` goes to a tile, which has `blocks()` stages of `bytes()`, and `fill` starts
-// the copies of one of them.
+// Another kernel may have another source: `seek` goes to a tile, which has `blocks()` stages of `bytes()`, and `fill`
+// starts the copies of one of them.
 template <class TileA, class TileB, int BLOCK_K, int SHARED_OPERAND = SHARED_NONE, uint32_t AT_ONE_TIME = 1>
 class MatrixSource {
  public:
@@ -68,9 +68,9 @@ class MatrixSource {
   BatchIndex batch_;
 };
 
-// Fills the ring with the stages of each of the walk's tiles, by one thread. WAITS_IN_LOOP: for the earlier grid only where
-// the first copy starts, so that all instructions before it are there already; a test each time that large tiles have no
-// time for. DRAINS: the ring is a cluster's, and no CTA may end before all have read what it copied for them.
+// Fills the ring with the stages of each of the walk's tiles, by one thread. WAITS_IN_LOOP: for the earlier grid only
+// where the first copy starts, so that all instructions before it are there already; a test each time that large tiles
+// have no time for. DRAINS: the ring is a cluster's, and no CTA may end before all have read what it copied for them.
 template <bool WAITS_IN_LOOP, bool DRAINS, class RingType, class Position, class Walk, class Source>
 DETKERN_INLINE void produce(const RingType& ring, Position position, Walk walk, Source source) {
   OutputTile tile = walk.output();  // computed before the wait, which many a grid begins with

@@ -9,7 +9,8 @@
 // For tests of races: both roles may sleep at random, and a stage be emptied before it is read, which must show.
 enum class Sleep : int { NEVER = 0, AT_RANDOM = 1, EMPTIES_TOO_SOON = 2 };
 
-// CTAS: that share stages, 1 or the 2 of a cluster; a stage is empty when all their consumers have read it. SLEEPS: for tests.
+// CTAS: that share stages, 1 or the 2 of a cluster; a stage is empty when all their consumers have read it. SLEEPS:
+// for tests.
 template <class TileA, class TileB, int COUNT, int CTAS = 1, Sleep SLEEPS = Sleep::NEVER>
 struct Ring {
   static constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;

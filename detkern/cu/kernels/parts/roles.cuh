@@ -6,7 +6,8 @@
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
-constexpr int GROUP = 128;  // threads of a warp group
+constexpr int GROUP = 128;        // threads of a warp group
+constexpr int GROUP_BARRIER = 3;  // and so on: named barriers, one a consumer
 
 enum class Role { PRODUCES, CONSUMES };
 
@@ -27,9 +28,9 @@ DETKERN_INLINE void start() {
   }
 }
 
-// CONSUMER_COUNT: warp groups that consume. THREAD_COUNT: of a CTA: the consumers' and the producer's warp, or a warp group
-// of it, which gives the consumers registers. CTAS_AT_ONCE: of an SM. LEFT_REGISTERS: what a thread of that group keeps. CTAS:
-// of a cluster that shares stages.
+// CONSUMER_COUNT: warp groups that consume. THREAD_COUNT: of a CTA: the consumers' and the producer's warp, or a warp
+// group of it, which gives the consumers registers. CTAS_AT_ONCE: of an SM. LEFT_REGISTERS: what a thread of that
+// group keeps. CTAS: of a cluster that shares stages.
 template <int CONSUMER_COUNT, int THREAD_COUNT, int CTAS_AT_ONCE, int LEFT_REGISTERS, int CTAS = 1>
 struct Roles {
   static constexpr int WARPS = 4 * CONSUMER_COUNT;  // that consume
@@ -39,10 +40,11 @@ struct Roles {
   static constexpr int LAUNCH_REGISTERS = 65536 / THREAD_COUNT / CTAS_AT_ONCE / 8 * 8;
   static constexpr int CONSUMER_REGISTERS =
       (LAUNCH_REGISTERS * (CONSUMER_COUNT + 1) - LEFT_REGISTERS) / CONSUMER_COUNT / 8 * 8;
-  static_assert(SHIFTS_REGISTERS || THREAD_COUNT == CONSUMER_COUNT * GROUP + 32, "one more warp than the consumers', or four");
+  static_assert(SHIFTS_REGISTERS || THREAD_COUNT == CONSUMER_COUNT * GROUP + 32,
+                "one more warp than the consumers', or four");
 
-  // By the warps that do not consume: makes the ring's barriers. True in the one thread that fills it. warp: of the CTA.
-  // stage_warps: that read a stage.
+  // By the warps that do not consume: makes the ring's barriers. True in the one thread that fills it. warp: of the
+  // CTA. stage_warps: that read a stage.
   template <class RingType>
   static DETKERN_INLINE bool begin_producing(int warp, const RingType& ring, int stage_warps, const TensorMap& map_a,
                                              const TensorMap& map_b) {
