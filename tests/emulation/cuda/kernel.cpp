@@ -13,7 +13,6 @@ extern "C" void emulation_launch(const GemmParams* params, int grid, int late, c
   gridDim.x = grid;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     std::memset(shared, 0xff, SMEM_BYTES);  // NaNs
-    for (auto& barrier : emulation::barriers) barrier = {};
     emulation::groups.assign(THREADS, {});
     for (auto& groups : emulation::groups) groups.emplace_back();
     emulation::Fibers::of_this_thread().run(

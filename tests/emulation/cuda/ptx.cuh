@@ -61,45 +61,21 @@ inline int thread() { return Fibers::of_this_thread().index(); }
 
 }  // namespace emulation
 
-namespace emulation {
+inline void __syncthreads() { emulation::Fibers::of_this_thread().barrier(); }
 
-struct NamedBarrier {
-  int arrived = 0;
-  unsigned phase = 0;
-
-  // Whether this was the last one.
-  bool arrive(int count) {
-    if (++arrived < count) return false;
-    arrived = 0;
-    ++phase;
-    return true;
-  }
-
-  void wait(int count) {
-    const unsigned mine = phase;
-    if (arrive(count)) return;
-    for (int turns = 0; phase == mine; ++turns) {
-      if (turns == 100000) {
-        std::fprintf(stderr, "a barrier that is never complete\n");
-        std::abort();
-      }
-      Fibers::of_this_thread().barrier();  // the other threads' turn
-    }
-  }
-};
-inline NamedBarrier barriers[16];  // of a CTA
-
-}  // namespace emulation
-
-inline void __syncthreads() { emulation::barriers[0].wait(THREADS); }
-
-template <int THREAD_COUNT>
-void named_barrier(int barrier) {
-  emulation::barriers[barrier].wait(THREAD_COUNT);
+// Arrivals at each named barrier, since it was made. Who waits lets the other threads run until its turn is complete.
+inline int64_t& arrivals(int barrier) {
+  static thread_local int64_t counts[16];
+  return counts[barrier];
 }
 template <int THREAD_COUNT>
 void named_barrier_arrive(int barrier) {
-  emulation::barriers[barrier].arrive(THREAD_COUNT);
+  ++arrivals(barrier);
+}
+template <int THREAD_COUNT>
+void named_barrier(int barrier) {
+  const int64_t complete = (arrivals(barrier)++ / THREAD_COUNT + 1) * THREAD_COUNT;
+  while (arrivals(barrier) < complete) emulation::Fibers::of_this_thread().barrier();
 }
 inline int thread_index() { return emulation::thread(); }
 

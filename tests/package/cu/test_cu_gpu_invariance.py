@@ -14,9 +14,10 @@ from detkern.cu import gemm_tile, geometry
 from detkern.cu.device import describe
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
+from detkern.tensors import TensorView
 from detkern.vocabulary import operands
 from detkern.vocabulary.contracts import MMA16, TREE_MMA16, Contract
-from detkern.vocabulary.dtypes import BF16
+from detkern.vocabulary.dtypes import BF16, F32
 
 pytestmark = pytest.mark.gpu
 
@@ -107,11 +108,13 @@ def test_ten_thousand_repetitions_give_one_result(contract: Contract, tile: gemm
     m, n, k = tile["TILE_M"] if tile["TILE_M"] < 64 else 300, 264, 4000 if contract == TREE_MMA16 else 1100
     line = k // 8 * 8 + 8
     a, b = operands.generate("normal", BF16, (m, k), 6), operands.generate("normal", BF16, (k, n), 7)
-    expected = replay(contract, a, b)
+    out_dtype = F32 if tile.f32_out else BF16
+    expected = replay(contract, a, b, out_dtype=out_dtype)
     x, w = cupy.full((m, line), POISON, np.uint16), cupy.full((n, line), POISON, np.uint16)
     x[:, :k], w[:, :k] = cupy.asarray(a.view(np.uint16)), cupy.asarray(np.ascontiguousarray(b.T).view(np.uint16))
-    out = cupy.full((m, n), POISON, np.uint16)
-    views = bfloat16_view(x[:, :k]), bfloat16_view(w[:, :k].T), bfloat16_view(out)
+    out = cupy.full((m, n), POISON, out_dtype.bits)
+    result = TensorView(out.data.ptr, (m, n), (n, 1), out_dtype, DEVICE, array=out)
+    views = bfloat16_view(x[:, :k]), bfloat16_view(w[:, :k].T), result
     problem = gemm_problem(contract, *views, None, False)
     facts = describe(DEVICE.index)
     assert geometry.takes(problem, tile, geometry.load_paths(problem))
