@@ -173,7 +173,7 @@ def tile_rows() -> list[dict[str, Any]]:
     multiprocessor, and with one. Both operands K_MAJOR."""
     import torch
 
-    from detkern.cu import geometry
+    from detkern.cu import gemm_tile
     from detkern.cu.device import describe
     from detkern.vocabulary.contracts import get_contract
     from detkern.vocabulary.dtypes import by_name
@@ -200,9 +200,9 @@ def tile_rows() -> list[dict[str, Any]]:
     ):
         contract, dtype = get_contract(contract_name), by_name(dtype_name)
         assert dtype is not None
-        for tile in geometry.tiles_for(contract, dtype):
+        for tile in gemm_tile.tiles_for(contract, dtype):
             # Tiles of mma_wgmma.json have neither: benchmarks/fit.py is for them.
-            if (geometry.Load.K_MAJOR, geometry.Load.K_MAJOR) not in tile.loads or not tile.wave_us:
+            if (gemm_tile.Load.K_MAJOR, gemm_tile.Load.K_MAJOR) not in tile.loads or not tile.wave_us:
                 continue
             sides = {"wave_us": calls(contract_name, dtype, tile, tile["CTAS_PER_SM"])}
             if tile["CTAS_PER_SM"] > 1:

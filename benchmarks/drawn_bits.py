@@ -31,12 +31,12 @@ General = Callable[[Drawn, Set, Any], str]
 
 def run_general(drawn: Drawn, one: Set, out: Any) -> str:
     """The product into `out` by the general kernel, on PyTorch's current stream; returns its tile."""
-    from detkern.cu import geometry
+    from detkern.cu import gemm_tile, geometry, tile_choice
     from detkern.cu.device import describe
 
     problem, views = seen(drawn.product, [(one.a, one.b, out)], drawn.accumulate)
-    general = geometry.source_of(problem.contract).removesuffix(".cu")
-    found = geometry.candidates(problem, describe(0).capability, geometry.load_paths(problem))
+    general = gemm_tile.source_of(problem.contract).removesuffix(".cu")
+    found = tile_choice.candidates(problem, describe(0).capability, geometry.load_paths(problem))
     tile = max((tile for tile in found if tile.table == general), key=lambda tile: tile["TILE_M"] * tile["TILE_N"])
     forced_calls(problem, tile, views)[0]()
     return str(tile)

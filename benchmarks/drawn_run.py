@@ -107,10 +107,10 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
 
 def _tile(drawn: Drawn, facts: Any) -> str:
     """The tile that detkern chooses."""
-    from detkern.cu import geometry
+    from detkern.cu import tile_choice
 
     problem = problem_of_sizes(drawn.product, drawn.output_f32, drawn.accumulate)
-    return str(geometry.choose(problem, facts.capability, facts.multiprocessors).tile)
+    return str(tile_choice.choose(problem, facts.capability, facts.multiprocessors).tile)
 
 
 def _show(row: dict[str, Any]) -> None:

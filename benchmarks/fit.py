@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from detkern.cu import geometry, time_model
+from detkern.cu import gemm_tile, time_model
 from detkern.vocabulary.contracts import MMA16
 from detkern.vocabulary.dtypes import BF16
 
@@ -35,9 +35,9 @@ _LINE = {"seed": int, "part": str, "loads": str, "m": int, "n": int, "k": int, "
          "us": dict}  # fmt: skip
 
 
-def table() -> list[geometry.Tile]:
+def table() -> list[gemm_tile.Tile]:
     """The tiles that are fitted."""
-    return [tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
+    return [tile for tile in gemm_tile.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
 
 
 def read(log: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from detkern.cu import time_model
-from detkern.cu.geometry import Tile, model_shapes
+from detkern.cu.gemm_tile import Tile
+from detkern.cu.tile_choice import model_shapes
 
 __all__ = ["Times", "fit", "flatten", "predicted", "regrets"]
 

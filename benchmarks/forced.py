@@ -56,14 +56,14 @@ def problem_of_sizes(product: Product, output_f32: bool = False, accumulate: boo
 
 def tiles_of(product: Product, a: Any, b: Any, out: Any) -> list[Any]:
     """The tiles that can compute the product, those that the tables predict to be fastest first."""
-    from detkern.cu import geometry
+    from detkern.cu import geometry, tile_choice
     from detkern.cu.device import describe
     from detkern.operations.gemm.problem import gemm_problem
 
     facts = describe(0)
     problem = gemm_problem(contract_of(product), *_views(product, a, b, out), None, False)
-    found = geometry.candidates(problem, facts.capability, geometry.load_paths(problem))
-    return sorted(found, key=lambda tile: geometry.predicted_us(problem, tile, facts.multiprocessors))
+    found = tile_choice.candidates(problem, facts.capability, geometry.load_paths(problem))
+    return sorted(found, key=lambda tile: tile_choice.predicted_us(problem, tile, facts.multiprocessors))
 
 
 def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callable[[], None]:

@@ -29,9 +29,9 @@ REPLAYED_ROWS = 64
 
 def run_general(product: Product, a: Any, b: Any, out: Any) -> str:
     """The product by the general kernel, on PyTorch's current stream; returns its tile. a, b: as `Product` has them."""
-    from detkern.cu import geometry
+    from detkern.cu import gemm_tile
 
-    general = geometry.source_of(contract_of(product)).removesuffix(".cu")
+    general = gemm_tile.source_of(contract_of(product)).removesuffix(".cu")
     tile = max(
         (tile for tile in tiles_of(product, a, b, out) if tile.table == general),
         key=lambda tile: tile["TILE_M"] * tile["TILE_N"],

@@ -35,4 +35,5 @@ def merged(
 def sources() -> list[Path]:
     """What a row's time depends on here: the kernels, the tile tables and what reads them."""
     folder = records.ROOT / "detkern" / "cu"
-    return [*records.product_sources(), folder / "geometry.py", folder / "time_model.py"]
+    names = ("gemm_kernels", "gemm_tile", "geometry", "tile_choice", "time_model")
+    return [*records.product_sources(), *(folder / f"{name}.py" for name in names)]

@@ -1,15 +1,17 @@
 """Whether two commits compile to the same kernels: `python -m benchmarks.machine_code COMMIT`.
 
-Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a. The PTX of every build is
-compared first: ptxas is a function of it, so equal PTX is equal machine code. Where PTX differs, and of a seeded sample beside
-the smallest and the largest tile of each kernel and pair of load paths, the machine code itself is compared: the sections of
-the cubin with the instructions, constants and what the driver is told of registers and shared memory. Needs no GPU.
+Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a: the smallest and the largest tile
+of each kernel and pair of load paths, and a seeded sample of the others. What is compared is instructions, their constants,
+shared memory and registers. --all compares every build, by its PTX first, but for the constants of the source that no
+instruction reads: ptxas is a function of it, so equal PTX is equal machine code. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import io
 import json
@@ -27,42 +29,59 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compare", "machine_code", "sections"]
+__all__ = ["compare", "instructions", "machine_code", "sections"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PTX, CUBIN = "compute_90a", "sm_90a"
-# Of a kernel: its instructions, its constants, and what the driver is told of registers and shared memory.
-_CODE = (".text.", ".nv.constant", ".nv.info", ".nv.shared")
+# Of a kernel: its instructions, their parameters and constants, its shared memory. What else a cubin has numbers its symbols.
+_CODE = (".text.", ".nv.constant0.", ".nv.constant2.", ".nv.constant3", ".nv.shared.")
+_REGISTERS = 24  # the bit of a .text section's `info` from which on it is the number of a thread's registers
 
 
-def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """The sections of a 64-bit ELF file: name and content."""
+def sections(image: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """The sections of a 64-bit ELF file: name, `info`, content."""
     offset, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
-    headers = [struct.unpack_from("<IIQQQQ", image, offset + number * size) for number in range(count)]
+    headers = [struct.unpack_from("<IIQQQQII", image, offset + number * size) for number in range(count)]
     strings = image[headers[names][4] :]
-    for name, kind, _, _, start, length in headers:
+    for name, kind, _, _, start, length, _, info in headers:
         label = strings[name : strings.index(b"\0", name)].decode()
-        yield label, b"" if kind == 8 else image[start : start + length]  # SHT_NOBITS has none in the file
+        yield label, info, b"" if kind == 8 else image[start : start + length]  # SHT_NOBITS has none in the file
 
 
 def machine_code(image: bytes) -> bytes:
     """Of a cubin what a device runs, with nothing that says where it came from."""
-    return b"".join(name.encode() + b"\0" + code for name, code in sorted(sections(image)) if name.startswith(_CODE))
+    found = sorted(section for section in sections(image) if section[0].startswith(_CODE))
+    return b"".join(
+        f"{name} {info >> _REGISTERS if name.startswith('.text') else ''}\0".encode() + code
+        for name, info, code in found
+    )
+
+
+def instructions(ptx: bytes) -> bytes:
+    """PTX without the constants of the source that nothing in it reads, which NVRTC lists in the order of their definition."""
+    named = re.compile(rb"^\.global .*?([\w$]+)(?:\[\d*\])?(?: = .*)?;$")
+    lines = ptx.splitlines()
+    used = collections.Counter(re.findall(rb"[\w$]+", ptx))
+    return b"\n".join(line for line in lines if not ((found := named.match(line)) is not None and used[found[1]] == 1))
 
 
 def _digest(build: Any, architecture: str) -> str:
     from detkern.cu.loader import compile_kernel
 
     image, _ = compile_kernel(build, architecture)
-    return hashlib.sha256(image if architecture == PTX else machine_code(image)).hexdigest()
+    return hashlib.sha256(instructions(image) if architecture == PTX else machine_code(image)).hexdigest()
 
 
 def every_build() -> dict[str, Any]:
     """The builds of this process's detkern for compute capability 9.0, by what they are compiled with."""
-    from detkern.cu import ahead, column_sum, rows, scatter_sum
+    from detkern.cu import ahead, column_sum, rows
     from detkern.cu.backend import offered
 
-    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
+    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
+    with contextlib.suppress(ImportError):  # an older commit has none
+        from detkern.cu import scatter_sum
+
+        found += scatter_sum.builds()
     return {str(build): build for build in found}
 
 
@@ -82,23 +101,22 @@ def sampled(names: Iterable[str], count: int, seed: int = 1) -> list[str]:
     return sorted(ends) + random.Random(seed).sample(rest, min(count, len(rest)))
 
 
-def _print_digests(architecture: str, names: list[str] | None, processes: int) -> None:
+def _print_digests(architecture: str, wanted: list[str], processes: int) -> None:
     """What a child does, with another tree's detkern: a line of JSON a build."""
     builds = every_build()
-    wanted = builds if names is None else {name: builds[name] for name in names}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        running = {pool.submit(_digest, build, architecture): name for name, build in wanted.items()}
+        running = {pool.submit(_digest, builds[name], architecture): name for name in wanted}
         for done in concurrent.futures.as_completed(running):
             print(json.dumps([running[done], done.result()]), flush=True)
 
 
-def digests(tree: Path, architecture: str, names: list[str] | None, processes: int) -> dict[str, str]:
-    """build -> SHA-256 of what a tree compiles it to. names: of the builds, where not all."""
+def digests(tree: Path, architecture: str, wanted: list[str], processes: int) -> dict[str, str]:
+    """build -> SHA-256 of what a tree compiles it to."""
     command = [sys.executable, str(Path(__file__).resolve()), "--digests", architecture, "--processes", str(processes)]
     done = subprocess.run(
         command,
-        input=json.dumps(names),
+        input=json.dumps(wanted),
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
         stdout=subprocess.PIPE,
@@ -115,21 +133,39 @@ def extract(commit: str, folder: Path) -> None:
         tar.extractall(folder, filter="data")
 
 
-def compare(old: Path, new: Path, sample: int, processes: int) -> dict[str, Any]:
-    """What is the same in two trees: {"builds", "only_old", "only_new", "same_ptx", "compared", "changed"}, the last two lists of
-    builds whose machine code was compared and came out different."""
-    ptx = [digests(tree, PTX, None, processes) for tree in (old, new)]
-    both = sorted(ptx[0].keys() & ptx[1].keys())
-    differing = [name for name in both if ptx[0][name] != ptx[1][name]]
-    compared = sorted({*differing, *sampled(both, sample)})
-    code = [digests(tree, CUBIN, compared, processes) for tree in (old, new)]
+def names(tree: Path) -> list[str]:
+    """The builds of a tree."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve()), "--names"],
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return sorted(json.loads(done.stdout))
+
+
+def compare(old: Path, new: Path, sample: int | None, processes: int, source: str = "") -> dict[str, Any]:
+    """What is the same in two trees: {"builds", "only_old", "only_new", "compared", "changed"}, the last one those whose machine
+    code came out different.
+
+    sample: see `sampled`; None: all of them. source: what a build's kernel file begins with.
+    """
+    before, after = ({name for name in names(tree) if name.startswith(source)} for tree in (old, new))
+    both = sorted(before & after)
+    if sample is None:
+        ptx = [digests(tree, PTX, both, processes) for tree in (old, new)]
+        compared, asked = both, [name for name in both if ptx[0][name] != ptx[1][name]]
+    else:
+        compared = asked = sampled(both, sample)
+    code = [digests(tree, CUBIN, asked, processes) for tree in (old, new)]
     return {
         "builds": len(both),
-        "only_old": sorted(ptx[0].keys() - ptx[1].keys()),
-        "only_new": sorted(ptx[1].keys() - ptx[0].keys()),
-        "same_ptx": len(both) - len(differing),
+        "only_old": sorted(before - after),
+        "only_new": sorted(after - before),
         "compared": len(compared),
-        "changed": [name for name in compared if code[0][name] != code[1][name]],
+        "changed": [name for name in asked if code[0][name] != code[1][name]],
     }
 
 
@@ -138,12 +174,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the kernels of the working tree with a commit's.")
     parser.add_argument("commit", nargs="?", default="HEAD")
     parser.add_argument(
-        "--sample", type=int, default=60, help="builds whose machine code is compared though PTX is equal"
+        "--sample", type=int, default=60, help="builds that are compared beside the smallest and largest"
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--all", action="store_true", help="compare every build, by its PTX first")
+    parser.add_argument("--source", default="", help="of one kernel file alone, such as mma_wgmma.cu")
     parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
     parser.add_argument("--digests", metavar="ARCHITECTURE", help=argparse.SUPPRESS)
+    parser.add_argument("--names", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.names:
+        print(json.dumps(list(every_build())))
+        return 0
     if arguments.digests:
         _print_digests(arguments.digests, json.load(sys.stdin), arguments.processes)
         return 0
@@ -154,13 +196,13 @@ def main() -> int:
         old, new = Path(folder) / "old", Path(folder) / "new"
         extract(commit, old)
         shutil.copytree(ROOT / "detkern", new / "detkern")  # it takes minutes, in which the tree may be edited
-        found = {"commit": commit, **compare(old, new, arguments.sample, arguments.processes)}
+        sample = None if arguments.all else arguments.sample
+        found = {"commit": commit, **compare(old, new, sample, arguments.processes, arguments.source)}
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{found['builds']} builds: {found['same_ptx']} have the same PTX; of {found['compared']} the machine code was "
-        f"compared and {len(found['changed'])} differ; {len(found['only_old'])} only in {commit[:9]}, "
-        f"{len(found['only_new'])} only here"
+        f"{found['builds']} builds: of {found['compared']} the machine code was compared and {len(found['changed'])} differ; "
+        f"{len(found['only_old'])} only in {commit[:9]}, {len(found['only_new'])} only here"
     )
     for name in found["changed"]:
         print("changed:", name)

@@ -44,11 +44,11 @@ def considered(
 ) -> tuple[Any, list[Any], int]:
     """detkern's choice; the tiles that are timed, that one among them, those that are predicted to be fastest first; and how
     many tiles can compute the problem."""
-    from detkern.cu import geometry
+    from detkern.cu import geometry, tile_choice
 
-    chosen = geometry.choose(problem, capability, multiprocessors).tile
-    found = geometry.candidates(problem, capability, geometry.load_paths(problem))
-    predicted = {tile: geometry.predicted_us(problem, tile, multiprocessors) for tile in found}
+    chosen = tile_choice.choose(problem, capability, multiprocessors).tile
+    found = tile_choice.candidates(problem, capability, geometry.load_paths(problem))
+    predicted = {tile: tile_choice.predicted_us(problem, tile, multiprocessors) for tile in found}
     ordered = sorted(found, key=lambda tile: predicted[tile])
     limit = within * predicted[ordered[0]]
     timed = [tile for place, tile in enumerate(ordered) if place < FEWEST or predicted[tile] <= limit or tile == chosen]

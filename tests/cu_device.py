@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, geometry, row_sums, rows, scatter_sum
+from detkern.cu import ahead, column_sum, gemm_tile, geometry, row_sums, rows, scatter_sum, tile_choice
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -181,8 +181,8 @@ def run(
     *,
     bias: TensorView | None = None,
     accumulate: bool = False,
-    tile: geometry.Tile | None = None,
-    loads: tuple[geometry.Load, geometry.Load] | None = None,
+    tile: gemm_tile.Tile | None = None,
+    loads: tuple[gemm_tile.Load, gemm_tile.Load] | None = None,
     grid: int | None = None,
     stream: int = 0,
     memory: Callable[[int], TensorView] = allocate,
@@ -203,8 +203,8 @@ def run(
             plan = launches.plans.get(problem.m)
             assert plan is not None
             return plan.launch
-        return geometry.choose(problem, facts.capability, facts.multiprocessors)
-    tile = tile or geometry.choose(problem, facts.capability, facts.multiprocessors).tile
+        return tile_choice.choose(problem, facts.capability, facts.multiprocessors)
+    tile = tile or tile_choice.choose(problem, facts.capability, facts.multiprocessors).tile
     chosen = geometry.launch_for(problem, tile, facts.multiprocessors, loads)
     if grid is not None:
         chosen = replace(chosen, grid=min(grid * chosen.cluster, chosen.grid))
@@ -212,17 +212,17 @@ def run(
     return chosen
 
 
-def tiles_here(problem: GemmProblem, loads: tuple[geometry.Load, geometry.Load]) -> list[geometry.Tile]:
+def tiles_here(problem: GemmProblem, loads: tuple[gemm_tile.Load, gemm_tile.Load]) -> list[gemm_tile.Tile]:
     """The tiles by which this device can compute the problem on these load paths."""
     capability = describe(DEVICE.index).capability
     return [
         tile
-        for tile in geometry.tiles_for(problem.contract, problem.a.dtype)
-        if geometry.fits(tile, capability) and geometry.takes(problem, tile, loads)
+        for tile in gemm_tile.tiles_for(problem.contract, problem.a.dtype)
+        if gemm_tile.fits(tile, capability) and geometry.takes(problem, tile, loads)
     ]
 
 
-def one_of_each_organisation(tiles: list[geometry.Tile]) -> list[geometry.Tile]:
+def one_of_each_organisation(tiles: list[gemm_tile.Tile]) -> list[gemm_tile.Tile]:
     """All tiles of the kernels for every device; of the wgmma kernels' many, the first of each way in which their warps
     work together, hold rows, share them and write."""
     seen = set()

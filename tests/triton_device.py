@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from cu_device import DEVICE, MODES, PAIRS, allocate
 
-from detkern.cu import geometry, loader
+from detkern.cu import loader, tile_choice
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild
 from detkern.dispatch.backend import Execution
@@ -105,7 +105,7 @@ def compile_ahead(problems: Iterable[GemmProblem]) -> tuple[int, int]:
     present = [problem for problem in problems if problem.m and problem.n]
     wanted = {plan_for(problem, describe_triton(DEVICE).multiprocessors).key: problem for problem in present}
     facts = describe(0)
-    builds = {geometry.choose(problem, facts.capability, facts.multiprocessors).build for problem in present}
+    builds = {tile_choice.choose(problem, facts.capability, facts.multiprocessors).build for problem in present}
     # A fresh interpreter each: a forked child of a process that uses CUDA cannot.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), 16), mp_context=context) as pool:

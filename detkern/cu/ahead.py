@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from ..vocabulary.contracts import Contract
 from ..vocabulary.dtypes import DType
-from .geometry import Load, build_for, fits, tiles_for
+from .gemm_tile import Load, build_for, fits, tiles_for
 from .loader import KernelBuild, compiled_image
 
 __all__ = ["builds", "compile_ahead", "of_layouts"]

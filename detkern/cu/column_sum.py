@@ -18,7 +18,7 @@ from ..vocabulary.dtypes import BF16, F16, F32, DType
 from . import block_launch
 from .block_launch import BlockPlan, BlockRun
 from .device import describe
-from .geometry import Load
+from .gemm_tile import Load
 from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
 

@@ -11,8 +11,9 @@ from ..tensors.execution import Execution
 from ..vocabulary.contracts import CONTRACTS, Contract
 from ..vocabulary.dtypes import DType
 from .device import SEEN, CudaDevice, describe
-from .geometry import choose, portable_sources
+from .gemm_tile import portable_sources
 from .implementation import CudaImplementation
+from .tile_choice import choose
 
 __all__ = ["Products"]
 

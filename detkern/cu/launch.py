@@ -19,8 +19,9 @@ from ..tensors import TensorView
 from .current import on_device
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
-from .geometry import Chooser, Launch, Maps, oriented
+from .geometry import Launch, Maps, oriented
 from .loader import load_function
+from .tile_choice import Chooser
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
 

@@ -50,16 +50,14 @@ def cuda_sources() -> list[Path]:
     return sorted([*folder.glob("kernels/**/*.cu"), *folder.glob("kernels/**/*.cuh"), *folder.glob("tiles/*.json")])
 
 
-# Of the CUDA backend's kernels those that are in no matrix product.
-_OTHER_KERNELS = {
-    "column_sum.cu", "rows.cu", "row_sums.cu", "scatter_sort.cu", "scatter_sum.cu",
-    "aligned_sum.cuh", "team.cuh", "exponential.cuh",
-}  # fmt: skip
-
-
 def product_sources() -> list[Path]:
-    """Those of them that a matrix product is made of."""
-    return [path for path in cuda_sources() if path.name not in _OTHER_KERNELS]
+    """Those of them that a matrix product is made of: its kernels, what they include, and the tables."""
+    from ..cu import loader
+    from ..cu.gemm_kernels import KERNELS
+
+    names = {name for kernel in KERNELS.values() for name, _ in loader.read_sources(kernel.source)}
+    used = {loader.FOLDER / name for name in names}
+    return [path for path in cuda_sources() if path in used or path.suffix == ".json"]
 
 
 def _digest(path: Path) -> str:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import fit, fit_model
 from benchmarks.forced import problem_of_sizes
-from detkern.cu import geometry, time_model
+from detkern.cu import tile_choice, time_model
 from detkern.measure.shapes import Layer, Product
 
 TILES = [tile for tile in fit.table() if not tile.swapped][:10]
@@ -44,14 +44,14 @@ def _log(count: int, seed: int, noise: float) -> list[dict[str, Any]]:
 
 
 def test_times_are_those_of_the_chooser() -> None:
-    """What is fitted is what geometry.py computes."""
+    """What is fitted is what tile_choice.py computes."""
     line = _line(1000, 4104, 136, {str(tile): 1.0 for tile in fit.table()})
     numbers = time_model.numbers(tuple(map(str, fit.table())))
     times = fit_model.flatten([line], fit.table())
     found = fit_model.predicted(times, numbers, 132)
     problem = problem_of_sizes(Product(Layer("a", "layer", 4104, 136), 1000, "forward", "mma16", "bfloat16"))
     for tile, us in zip(times.tile, found, strict=True):
-        assert us == pytest.approx(geometry.predicted_us(problem, fit.table()[tile], 132), rel=1e-9)
+        assert us == pytest.approx(tile_choice.predicted_us(problem, fit.table()[tile], 132), rel=1e-9)
 
 
 def test_a_fit_finds_what_made_the_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,22 @@ def test_machine_code_is_what_a_device_runs(tmp_path: Path, monkeypatch: pytest.
 
     try:
         one = compiled("one", TINY.format(value=1))
-        same = compiled("same", "// moved\n\n" + TINY.format(value="2 - 1"))
+        same = compiled("same", "// moved\nconstexpr int ONE = 1;\n" + TINY.format(value="ONE"))
         other = compiled("other", TINY.format(value=2))
     finally:
         loader.read_sources.cache_clear()
-    names = [name for name, _ in machine_code.sections(one)]
+    names = [name for name, *_ in machine_code.sections(one)]
     assert ".text.detkern_kernel" in names
-    assert ".nv.info.detkern_kernel" in names
+    assert machine_code.machine_code(one).startswith(b".nv.constant0.detkern_kernel \0")
     assert machine_code.machine_code(one) == machine_code.machine_code(same) != machine_code.machine_code(other)
+
+
+def test_constants_that_nothing_reads_are_not_in_the_way() -> None:
+    unread = b".global .align 4 .u32 WIDTH = 64;\n.global .align 1 .u8 _ZN4TileILi2EE3ANYE;\n"
+    read = b".global .align 4 .b8 table[8] = {1, 2, 3, 4, 5, 6, 7, 8};\n"
+    kernel = b".visible .entry one()\n{\nmov.u64 %rd1, table;\nret;\n}"
+    assert machine_code.instructions(unread + read + kernel) == read + kernel
+    assert machine_code.instructions(read + kernel.replace(b"table", b"other")) == kernel.replace(b"table", b"other")
 
 
 def test_the_sample_has_the_ends_of_each_kernel_and_load_path() -> None:
@@ -64,19 +72,24 @@ def test_the_sample_has_the_ends_of_each_kernel_and_load_path() -> None:
 
 def test_what_differs_is_compared_as_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     ptx = {"old": {"a": "1", "b": "1", "c": "1", "gone": "1"}, "new": {"a": "1", "b": "2", "c": "2", "made": "1"}}
-    code = {"old": {"b": "1", "c": "1"}, "new": {"b": "1", "c": "2"}}
+    code = {"old": {"a": "1", "b": "1", "c": "1"}, "new": {"a": "1", "b": "1", "c": "2"}}
     asked = []
 
-    def digests(tree: Path, architecture: str, names: list[str] | None, processes: int) -> dict[str, str]:
-        asked.append((tree.name, architecture, names))
+    def digests(tree: Path, architecture: str, wanted: list[str], processes: int) -> dict[str, str]:
+        asked.append((tree.name, architecture, wanted))
         return (ptx if architecture == "compute_90a" else code)[tree.name]
 
     monkeypatch.setattr(machine_code, "digests", digests)
-    monkeypatch.setattr(machine_code, "sampled", lambda names, count: [])
-    assert machine_code.compare(Path("old"), Path("new"), 0, 1) == {
-        "builds": 3, "only_old": ["gone"], "only_new": ["made"], "same_ptx": 1, "compared": 2, "changed": ["c"],
-    }  # fmt: skip
+    monkeypatch.setattr(machine_code, "names", lambda tree: list(ptx[tree.name]))
+    monkeypatch.setattr(machine_code, "sampled", lambda names, count: names[:count])
+    sides = {"builds": 3, "only_old": ["gone"], "only_new": ["made"]}
+    assert machine_code.compare(Path("old"), Path("new"), None, 1) == {**sides, "compared": 3, "changed": ["c"]}
     assert asked[2:] == [("old", "sm_90a", ["b", "c"]), ("new", "sm_90a", ["b", "c"])]
+    del asked[:]
+    assert machine_code.compare(Path("old"), Path("new"), 2, 1) == {**sides, "compared": 2, "changed": []}
+    assert asked == [("old", "sm_90a", ["a", "b"]), ("new", "sm_90a", ["a", "b"])]
+    one = machine_code.compare(Path("old"), Path("new"), 9, 1, "c")
+    assert (one["builds"], one["only_old"], one["changed"]) == (1, [], ["c"])
 
 
 def test_every_build_is_named_once() -> None:

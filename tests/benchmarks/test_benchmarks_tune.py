@@ -30,7 +30,7 @@ def _product(op: str, m: int, contract: str = "mma16") -> Product:
 @pytest.mark.parametrize("op", shapes.OPS)
 @pytest.mark.parametrize("m", [1, 8, 200])
 def test_a_products_key_is_its_problems(op: str, m: int) -> None:
-    """What geometry.py looks up for the operands that the tuner measures."""
+    """What tile_choice.py looks up for the operands that the tuner measures."""
     product = _product(op, m)
     operands = Operands([product], {product: 1}, "cpu")
     a, b, out = (operands.rotating(product, name)[0] for name in (*product.operands, "out"))

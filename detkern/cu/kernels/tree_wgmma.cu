@@ -4,7 +4,7 @@
 //
 // Roles. GROUPS_M x GROUPS_N warp groups consume, each 64 rows and GROUP_N columns of the CTA's outputs. A group waits
 // for its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group
-// produces: one thread of it fills a ring of STAGES stages by TMA (pipeline.cuh).
+// produces: one thread of it fills a ring of STAGES stages by TMA (parts/ring.cuh).
 // Tree. Nodes of up to eight leaves (node_walk.cuh) are gathered in registers. Of the nodes that wait for their sibling
 // the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): wgmma and
 // TMA need nearly all of shared memory's bandwidth.
@@ -16,12 +16,16 @@
 // ceil(k / 32).
 // Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
 // leaves), STAGES (best a multiple of 4: Leaves), GROUPS_M, GROUPS_N, SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1),
-// SMEM_BYTES; for tests JITTER (pipeline.cuh).
+// SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
 #include "parts/merge.cuh"
 #include "parts/mma_epilogue.cuh"
 #include "parts/node_walk.cuh"
+#include "parts/operand_tile.cuh"
 #include "parts/params.cuh"
-#include "parts/pipeline.cuh"
+#include "parts/producer.cuh"
+#include "parts/ring.cuh"
+#include "parts/roles.cuh"
+#include "parts/tile_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
@@ -29,7 +33,10 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr int GROUP = 128;  // threads of a warp group
+#ifndef JITTER
+#define JITTER 0
+#endif
+
 constexpr int CONSUMERS = GROUPS_M * GROUPS_N;
 constexpr int CONSUMING_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = (CONSUMERS + 1) * GROUP;
@@ -37,14 +44,11 @@ constexpr int GROUP_N = TILE_N / GROUPS_N;
 constexpr int WORDS = GROUP_N / 4;  // of two outputs, a thread
 constexpr int LEAF = 32;
 constexpr uint32_t NODE_LEAVES = 8;
-// At launch all threads have the same; the consumers take what the producers give up.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 24;
-constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 
 using TileA = TmaTile<LOAD_A, TILE_M, TILE_K>;
 using TileB = TmaTile<LOAD_B, TILE_N, TILE_K>;
-using StageRing = Ring<TileA, TileB, STAGES>;
+using StageRing = Ring<TileA, TileB, STAGES, 1, Sleep(JITTER)>;
+using CtaRoles = Roles<CONSUMERS, THREADS, CTAS_PER_SM, 24>;
 using Position = RingPosition<STAGES>;
 using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARED_NONE, TileA::MN_ROWS ? 8 : 1>;
 using Levels = MergeLevels<OPERAND, WORDS, SHARED_LEVELS, CONSUMERS * GROUP>;
@@ -322,20 +326,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   // A product without k is not this kernel's.
   const uint32_t leaves = static_cast<uint32_t>((p.k + LEAF - 1) / LEAF);
   if (group == CONSUMERS) {
-    give_up_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x / 32 > CONSUMING_WARPS) return;
-    if (elected()) {
-      prefetch_tensor_map(map_b);
-      prefetch_tensor_map(map_a);
-    }
-    ring.init(CONSUMING_WARPS);
-    start<Role::PRODUCES, (CONSUMING_WARPS + 1) * 32>();
-    if (elected()) {
-      produce<TileA, TileB, TILE_K>(p, map_a, map_b, ring, Position(), Walk(p), (leaves + 1) / 2);
+    if (CtaRoles::begin_producing(threadIdx.x / 32, ring, CONSUMING_WARPS, map_a, map_b)) {
+      const Walk walk(p);
+      produce<false, false>(ring, Position(), walk,
+                            MatrixSource<TileA, TileB, TILE_K>(p, map_a, map_b, walk, (leaves + 1) / 2));
     }
   } else {
-    take_registers<CONSUMER_REGISTERS>();
-    start<Role::CONSUMES, (CONSUMING_WARPS + 1) * 32>();
+    CtaRoles::claim_registers();
+    CtaRoles::begin_consuming();
     wait_for_earlier_grid();
     consume(p, ring, shared, group, leaves);
   }

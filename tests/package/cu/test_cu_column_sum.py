@@ -19,7 +19,7 @@ from detkern import config
 from detkern.cu import column_sum, implementation, loader
 from detkern.cu.backend import CudaBackend
 from detkern.cu.device import CudaDevice
-from detkern.cu.geometry import Load
+from detkern.cu.gemm_tile import Load
 from detkern.dispatch import selfcheck
 from detkern.errors import DeviceError
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT

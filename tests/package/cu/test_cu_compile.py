@@ -3,22 +3,26 @@ memory from the compiler's log are held to bounds, and the machine code to the i
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
+from cu_compiled import (
+    ARITHMETIC,
+    NEEDS_A_COMPILER,
+    check_instruction,
+    compile_build,
+    instructions_of,
+    main_loops,
+    registers_of,
+)
 from cu_device import one_of_each_organisation
 
-from detkern.cu import column_sum, geometry, loader, rows, scatter_sum
-from detkern.cu.geometry import Load, Tile, build_for, fits, tiles_for
-from detkern.errors import BuildError
+from detkern.cu import column_sum, gemm_tile, loader, rows, scatter_sum
+from detkern.cu.gemm_tile import Load, Tile, build_for, fits, tiles_for
 from detkern.operations.rows.problem import RowKind
 from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from detkern.vocabulary.dtypes import BF16, F16, F32, DType
@@ -26,27 +30,7 @@ from detkern.vocabulary.dtypes import BF16, F16, F32, DType
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
-def _nvrtc() -> str | None:
-    try:
-        loader.supported_architectures()
-    except BuildError as error:
-        return str(error)
-    return None
-
-
-def _disassembler() -> Path | None:
-    """nvdisasm of the package nvidia-cuda-nvdisasm."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((Path(str(file.locate())) for file in files if file.name == "nvdisasm"), None)
-
-
-pytestmark = [
-    pytest.mark.skipif(_nvrtc() is not None, reason=f"NVRTC is not installed: {_nvrtc()}"),
-    pytest.mark.skipif(_disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = NEEDS_A_COMPILER
 
 # The architectures that are claimed, with a compute capability that stands for each.
 ARCHITECTURES = {
@@ -93,7 +77,6 @@ FORBIDDEN = {
     TREE_MMA16: ("FFMA",),
     MMA8: ("FFMA", "HMMA.16816"),
 }
-ARITHMETIC = ("FADD", "FMUL", "FFMA", "FSET", "HADD", "HMUL", "HFMA", "HMMA", "F2F")
 REGISTER_FILE = 64 * 1024
 
 
@@ -178,24 +161,7 @@ DISASSEMBLED = frozenset(
 def _compile(case: Case) -> tuple[str, str]:
     """(log, machine code) of a case; no code where it is not disassembled."""
     build = build_for(case.contract, case.operand, case.tile, *case.loads)
-    return _compile_build(build, case.architecture, case.tile in DISASSEMBLED)
-
-
-def _compile_build(build: loader.KernelBuild, architecture: str, disassembled: bool = True) -> tuple[str, str]:
-    """(log, machine code); runs in a process of its own."""
-    image, log = loader.compile_kernel(build, architecture, ("--ptxas-options=-v",))
-    return log, _disassemble(image) if disassembled else ""
-
-
-def _disassemble(image: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(image)
-        file.flush()
-        done = subprocess.run(
-            [str(_disassembler()), file.name], capture_output=True, text=True, timeout=120, check=False
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return compile_build(build, case.architecture, case.tile in DISASSEMBLED)
 
 
 @pytest.fixture(scope="module")
@@ -209,18 +175,18 @@ def compiled() -> Iterator[dict[Case, Future[tuple[str, str]]]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[str, str]]]) -> None:
     log, code = compiled[case].result()
-    registers = _registers(log)
+    registers = registers_of(log)
     build = build_for(case.contract, case.operand, case.tile, *case.loads)
     if not case.tile.by_tma:
         name = case.tile.table, str(case.tile)
         elsewhere = {} if case.architecture == "sm_90a" else REGISTERS_ELSEWHERE
         assert registers <= elsewhere.get(name, REGISTERS[name])
     assert registers * case.tile.threads * case.tile["CTAS_PER_SM"] <= REGISTER_FILE
-    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[case.architecture])
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[case.architecture])
     if case.tile not in DISASSEMBLED:
         assert case.tile.by_tma
         return
-    instructions = _instructions(code)
+    instructions = instructions_of(code)
     assert len(instructions) > 200
     for needed in _needed(case):
         assert any(name.startswith(needed) for name in instructions), needed
@@ -230,7 +196,7 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
         assert name != "NANOSLEEP", "only the builds for tests sleep"
         assert name != "BRA.U.ANY", "a loop over the threads around a copy that one thread makes"
         assert name != "MEMBAR.ALL.GPU" or not case.tile.by_tma, "an arrival at a cluster's barrier with a fence"
-        _check_instruction(name)
+        check_instruction(name)
     if case.tile.table == "mma_wgmma":
         _check_loops(case.tile, code)
     if case.tile.table == "fma_narrow":
@@ -247,7 +213,7 @@ def _check_narrow_loop(case: Case, code: str) -> None:
         for match in re.finditer(r"BRA `\((\.L_x_\d+)\)", code)
         if places[match[1]] < match.start()
     )
-    loop = _instructions(next(body for body in backward if "FFMA" in body))
+    loop = instructions_of(next(body for body in backward if "FFMA" in body))
     rows = {0: tile["TILE_M"] // (4 * tile["WARPS_M"]), 1: tile["TILE_N"] // (8 * tile["WARPS_N"])}
     multiplies = tile["TILE_K"] * rows[0] * rows[1]
     reads = sum(
@@ -267,7 +233,7 @@ def _check_loops(tile: Tile, code: str) -> None:
     strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for; and behind
     the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next come from
     memory."""
-    loops = list(_main_loops(code))
+    loops = list(main_loops(code))
     assert len(loops) == (1 if tile.f32_out else 2 + tile["STRIDED_OUT"])
     large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
     unrounded = [large and not any(name.startswith("STSM") for name in behind) for _, behind in loops]
@@ -285,18 +251,6 @@ def _check_loops(tile: Tile, code: str) -> None:
     placing = 100 if ahead else 0
     ends = [behind.index("EXIT") + 1 for _, behind in loops]
     assert min(ends) <= 100 + placing + columns, "the outputs' instructions lie elsewhere"
-
-
-def _main_loops(code: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The instructions of each loop over stages, which always has one in flight, and those behind it up to the next one."""
-    waits = [match.start() for match in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", code)]
-    jump = re.compile(r"BRA `\((\.L_x_\d+)\)")
-    for wait, next_wait in zip(waits, [*waits[1:], len(code)], strict=True):
-        back = jump.search(code, wait)
-        assert back
-        start = code.index(f"\n{back[1]}:")
-        assert start < wait
-        yield _instructions(code[start : back.end()]), _instructions(code[back.end() : next_wait])
 
 
 def _needed(case: Case) -> list[str]:
@@ -322,30 +276,9 @@ def test_builds_that_sleep_compile() -> None:
         tile = min(by_tma, key=lambda tile: tile["TILE_M"] * tile["TILE_N"])  # the soonest compiled
         build = build_for(contract, BF16, tile, Load.K_MAJOR, Load.K_MAJOR)
         for jitter in (1, 2):
-            log, code = _compile_build(replace(build, macros=(*build.macros, ("JITTER", jitter))), "sm_90a")
-            assert _registers(log) * tile.threads * tile["CTAS_PER_SM"] <= REGISTER_FILE
-            assert "NANOSLEEP" in _instructions(code)
-
-
-def _registers(log: str) -> int:
-    """The registers of a thread, from a log with no warning in it and no byte of stack or spill."""
-    assert "warning" not in log
-    assert not (said := re.search(r"\bC75\d\d\b", log)), f"ptxas says {said and said[0]}"
-    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
-        ("0", "0", "0")
-    ]
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
-    return registers
-
-
-def _instructions(code: str) -> list[str]:
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code, re.MULTILINE)
-
-
-def _check_instruction(name: str) -> None:
-    assert not name.startswith(("RED.", "ATOM", "LDL", "STL")), name  # atomics; local memory
-    # Subnormals are kept. (Divisions of 64-bit integers go through floats that flush, to no harm.)
-    assert ".FTZ" not in name or not name.startswith(ARITHMETIC), name
+            log, code = compile_build(replace(build, macros=(*build.macros, ("JITTER", jitter))), "sm_90a")
+            assert registers_of(log) * tile.threads * tile["CTAS_PER_SM"] <= REGISTER_FILE
+            assert "NANOSLEEP" in instructions_of(code)
 
 
 # All builds on sm_90a; elsewhere gathering and a vector load, types and loads going round.
@@ -359,7 +292,7 @@ SUMS = [("sm_90a", build) for build in column_sum.builds()] + [
 @pytest.fixture(scope="module")
 def compiled_sums() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in SUMS}
+        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in SUMS}
         pool.shutdown(cancel_futures=True)
 
 
@@ -372,14 +305,14 @@ def test_the_bias_gradient_compiles_within_bounds(
     log, code = compiled_sums[architecture, build].result()
     macros = dict(build.macros)
     # Vector loads: three CTAs an SM, as their shared memory has room for. Gathering: one, all of its loads in flight.
-    assert _registers(log) <= (200 if macros["LOAD"] == Load.STRIDED else 64)
-    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[architecture])
-    instructions = _instructions(code)
+    assert registers_of(log) <= (200 if macros["LOAD"] == Load.STRIDED else 64)
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[architecture])
+    instructions = instructions_of(code)
     # A whole stage is unrolled: one addition a row and no loop between them.
     assert sum(name == "FADD" for name in instructions) > macros["ROWS"]
     for name in instructions:
         assert not name.startswith(("FFMA", "FMUL")), name
-        _check_instruction(name)
+        check_instruction(name)
     if macros["LOAD"] != Load.STRIDED:
         assert any(name.startswith("LDGSTS") for name in instructions)
 
@@ -395,7 +328,7 @@ SCATTERED = [("sm_90a", build) for build in scatter_sum.builds()[:7]] + [
 @pytest.fixture(scope="module")
 def compiled_scattered() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in SCATTERED}
+        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in SCATTERED}
         pool.shutdown(cancel_futures=True)
 
 
@@ -409,15 +342,15 @@ def test_the_scattered_sum_compiles_within_bounds(
     macros = dict(build.macros)
     # Pieces: four CTAs an SM on Hopper, three elsewhere, so that enough of out is on its way to memory.
     pieces = 64 if architecture == "sm_90a" else 80
-    assert _registers(log) <= (pieces if macros.get("VECTOR") else 64 if macros.get("PHASE") == 0 else 128)
-    assert build.shared_bytes <= geometry.shared_limit(ARCHITECTURES[architecture])
-    instructions = _instructions(code)
+    assert registers_of(log) <= (pieces if macros.get("VECTOR") else 64 if macros.get("PHASE") == 0 else 128)
+    assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[architecture])
+    instructions = instructions_of(code)
     counts = build.source == scatter_sum.SORT_SOURCE
     assert counts or any(name == "FADD" for name in instructions)
     for name in instructions:
         # Digits are counted by atomic additions of whole numbers in shared memory, whose order cannot show.
         if not (counts and name.startswith("ATOMS.POPC")) and name != "ATOMS.ADD":
-            _check_instruction(name)
+            check_instruction(name)
         assert not name.startswith(("FFMA", "FMUL")), name
     assert counts or ("ATOMS.ADD" not in instructions)
     if macros.get("VECTOR"):
@@ -458,7 +391,7 @@ ROWS = list(dict.fromkeys(_rows_to_compile()))
 @pytest.fixture(scope="module")
 def compiled_rows() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(_compile_build, build, arch) for arch, build in ROWS}
+        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in ROWS}
         pool.shutdown(cancel_futures=True)
 
 
@@ -470,9 +403,9 @@ def test_the_row_operations_compile_within_bounds(
 ) -> None:
     log, code = compiled_rows[architecture, build].result()
     macros = dict(build.macros)
-    assert _registers(log) * macros["THREADS"] <= REGISTER_FILE
+    assert registers_of(log) * macros["THREADS"] <= REGISTER_FILE
     assert sum(map(int, re.findall(r"(\d+) bytes smem", log))) <= 25 * 1024
-    instructions = _instructions(code)
+    instructions = instructions_of(code)
     kind = RowKind(macros["KIND"])
     if not kind.spreads:
         assert "F2I.S64.TRUNC" in instructions
@@ -485,7 +418,7 @@ def test_the_row_operations_compile_within_bounds(
     assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
     for name in instructions:
         if name not in flushing:
-            _check_instruction(name)
+            check_instruction(name)
     if macros["LOAD"] == rows.RowLoad.VECTOR and not (kind.spreads and kind.operands == 1):
         assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 

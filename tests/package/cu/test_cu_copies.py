@@ -10,18 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from detkern.cu.geometry import (
-    SHARED_A,
-    SHARED_B,
-    Launch,
-    Load,
-    Tile,
-    launch_for,
-    load_paths,
-    oriented,
-    takes,
-    tiles_for,
-)
+from detkern.cu.gemm_tile import Load, Tile, tiles_for
+from detkern.cu.geometry import SHARED_A, SHARED_B, Launch, launch_for, load_paths, oriented, takes
 from detkern.cu.tensor_map import MapShape
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.matrix import Matrix

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from detkern import config
-from detkern.cu import current, extended_launch, geometry, launch
+from detkern.cu import current, extended_launch, gemm_tile, geometry, launch, tile_choice
 from detkern.cu.device import CudaDevice
 from detkern.cu.extended_launch import ExtendedLaunch, LaunchFailure
-from detkern.cu.geometry import Launch, Load, Tile
+from detkern.cu.gemm_tile import Load, Tile
+from detkern.cu.geometry import Launch
 from detkern.dispatch.backend import Execution
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
@@ -55,7 +56,7 @@ def _problem(contract: Contract = MMA16, **sizes: Any) -> GemmProblem:
 
 
 def _tile(contract: Contract = MMA16) -> Tile:
-    return next(tile for tile in geometry.tiles_for(contract, BF16) if tile.by_tma)
+    return next(tile for tile in gemm_tile.tiles_for(contract, BF16) if tile.by_tma)
 
 
 def _extended(tile: Tile | None = None, **sizes: Any) -> ExtendedLaunch:
@@ -200,7 +201,7 @@ def _launch(
 ) -> Launch:
     a, b, out = _views(**sizes)
     problem = gemm_problem(contract, a, b, out, bias, False)
-    chosen = geometry.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
+    chosen = tile_choice.choose(problem, (9, 0), 132) if tile is None else geometry.launch_for(problem, tile, 132)
     launch.launch(problem, a, b, out, bias, Execution(DEVICE, 0x1234, _allocate), None if tile is None else chosen)
     return chosen
 
@@ -264,8 +265,8 @@ def test_a_number_of_rows_is_launched_as_if_it_had_come_alone(bindings: cu_drive
 def test_a_tiles_parameters_are_those_of_each_number_of_rows() -> None:
     """Whichever came first: prefetch_bytes, whole boxes and m differ where rows are one tile, more or fewer."""
     sizes = {"n": 8192, "k": 14336}
-    wide = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma" and not tile.shares)
-    turned = next(tile for tile in geometry.tiles_for(MMA16, BF16) if tile.by_tma and tile.swapped)
+    wide = next(tile for tile in gemm_tile.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma" and not tile.shares)
+    turned = next(tile for tile in gemm_tile.tiles_for(MMA16, BF16) if tile.by_tma and tile.swapped)
     facts = CudaDevice(1, "fake", "", (9, 0), 132, "1")
     for tile in (wide, turned):
         layout, asked = launch.Layout(_problem(m=300, **sizes), facts), set()

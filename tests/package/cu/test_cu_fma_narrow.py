@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detkern.cu import geometry, loader
-from detkern.cu.geometry import Load, Tile, launch_for, load_paths
+from detkern.cu import gemm_tile, loader
+from detkern.cu.gemm_tile import Load, Tile
+from detkern.cu.geometry import launch_for, load_paths
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
@@ -27,7 +28,7 @@ from detkern.cu.launch import pack_params
 
 EMULATION = Path(__file__).parents[2] / "emulation"
 DEVICE = Device("cuda", 0)
-TILES = [tile for tile in geometry.tiles_for(FMA, F32) if tile.table == "fma_narrow"]
+TILES = [tile for tile in gemm_tile.tiles_for(FMA, F32) if tile.table == "fma_narrow"]
 # Every tile and pair of load paths; the operand types, of which the 16-bit ones have another element, go round.
 CASES = [
     (tile, loads, (F32, (BF16, F16)[turn % 2], F32, (F16, BF16)[turn % 2])[(turn + number) % 4])
@@ -46,7 +47,7 @@ def _compiled(folder: Path, tile: Tile, loads: tuple[Load, Load], dtype: DType) 
         # The host has its own names of the integer types.
         kept = [line for line in lines if not line.startswith(("typedef", "#define DETKERN_INLINE"))]
         header.write_text("".join(["#include <cstdint>\n", *kept, '#include "ptx.cuh"\n']))
-    build = geometry.build_for(FMA, dtype, tile, *loads)
+    build = gemm_tile.build_for(FMA, dtype, tile, *loads)
     library = folder / "kernel.so"
     command = [
         "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fpermissive", "-w", "-U_FORTIFY_SOURCE",

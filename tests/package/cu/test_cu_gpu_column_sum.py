@@ -14,7 +14,7 @@ from cu_device import DEVICE, MODES, Placed, allocate, differing, poison
 import detkern
 from detkern.cu import column_sum, implementation
 from detkern.cu.device import describe
-from detkern.cu.geometry import Load
+from detkern.cu.gemm_tile import Load
 from detkern.dispatch import selfcheck
 from detkern.dispatch.backend import Execution
 from detkern.operations.bias_gradient.operation import BIAS_GRADIENT

@@ -24,7 +24,7 @@ from cu_device import (
     tiles_here,
 )
 
-from detkern.cu.geometry import Load
+from detkern.cu.gemm_tile import Load
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView

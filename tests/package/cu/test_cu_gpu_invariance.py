@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, allocate, bfloat16_view, differing, random_bfloat16, replay, run
 
-from detkern.cu import geometry
+from detkern.cu import gemm_tile, geometry
 from detkern.cu.device import describe
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
@@ -85,18 +85,18 @@ def test_rows_of_large_products_are_the_replays(contract: Contract, m: int, n: i
     assert differing(wanted, cupy.asnumpy(out[cupy.asarray(rows)])) == 0
 
 
-def _kinds() -> list[tuple[Contract, geometry.Tile]]:
+def _kinds() -> list[tuple[Contract, gemm_tile.Tile]]:
     """A tile of each organisation of the wgmma kernels."""
     return [
         (contract, tile)
         for contract in CONTRACTS
-        for tile in cu_device.one_of_each_organisation(list(geometry.tiles_for(contract, BF16)))
-        if tile.by_tma and (geometry.Load.K_MAJOR, geometry.Load.K_MAJOR) in tile.loads
+        for tile in cu_device.one_of_each_organisation(list(gemm_tile.tiles_for(contract, BF16)))
+        if tile.by_tma and (gemm_tile.Load.K_MAJOR, gemm_tile.Load.K_MAJOR) in tile.loads
     ]
 
 
 @pytest.mark.parametrize(("contract", "tile"), _kinds(), ids=str)
-def test_ten_thousand_repetitions_give_one_result(contract: Contract, tile: geometry.Tile) -> None:
+def test_ten_thousand_repetitions_give_one_result(contract: Contract, tile: gemm_tile.Tile) -> None:
     """Outputs are poisoned, with another pattern each time, before each launch; every difference from the replay is
     gathered on the device."""
     import cupy

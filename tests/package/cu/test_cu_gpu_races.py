@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, allocate, differing, output
 
-from detkern.cu import ahead, geometry
+from detkern.cu import ahead, gemm_tile, geometry
 from detkern.cu.device import describe
 from detkern.cu.loader import KernelBuild, supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -36,21 +36,21 @@ class Case:
     m: int
     k: int
 
-    def tile(self, dtype: DType) -> geometry.Tile:
+    def tile(self, dtype: DType) -> gemm_tile.Tile:
         """The first of its kind."""
-        tiles = [tile for tile in geometry.tiles_for(self.contract, dtype) if tile.by_tma]
+        tiles = [tile for tile in gemm_tile.tiles_for(self.contract, dtype) if tile.by_tma]
         return next(tile for tile in tiles if _kind(tile) == self.what)
 
     def modes(self, dtype: DType) -> list[tuple[str, str]]:
         """Both operands along k, and along m and n where the tile takes that."""
-        modes = {geometry.Load.K_MAJOR: ("rows", "columns"), geometry.Load.MN_MAJOR: ("columns", "rows")}
+        modes = {gemm_tile.Load.K_MAJOR: ("rows", "columns"), gemm_tile.Load.MN_MAJOR: ("columns", "rows")}
         return [mode for load, mode in modes.items() if (load, load) in self.tile(dtype).loads]
 
     def __str__(self) -> str:
         return f"{self.contract}-{self.what}"
 
 
-def _kind(tile: geometry.Tile) -> str:
+def _kind(tile: gemm_tile.Tile) -> str:
     if tile["TILE_M"] < 64:
         return "few rows"
     if tile.table == "tree_wgmma":
@@ -90,9 +90,9 @@ def _launch(case: Case, a: Placed, b: Placed, out: Placed, jitter: int) -> geome
 def _compiled() -> None:
     """The kernels that sleep, compiled with all cores."""
     cu_device.skip_without_wgmma()
-    loads = {"rows": geometry.Load.K_MAJOR, "columns": geometry.Load.MN_MAJOR}
+    loads = {"rows": gemm_tile.Load.K_MAJOR, "columns": gemm_tile.Load.MN_MAJOR}
     wanted = [
-        _build(geometry.build_for(case.contract, dtype, case.tile(dtype), load, load), jitter)
+        _build(gemm_tile.build_for(case.contract, dtype, case.tile(dtype), load, load), jitter)
         for case, dtype in PARAMETERS
         for load in (loads[modes[0]] for modes in case.modes(dtype))
         for jitter in (0, KEPT, RELEASED_EARLY)

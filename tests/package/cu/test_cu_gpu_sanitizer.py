@@ -30,7 +30,7 @@ from cu_device import (
 import detkern
 from detkern.cu import column_sum, row_sums, rows
 from detkern.cu.device import describe
-from detkern.cu.geometry import Load
+from detkern.cu.gemm_tile import Load
 from detkern.dispatch.backend import Execution
 from detkern.operations.bias_gradient.problem import column_sum_problem
 from detkern.operations.gemm.problem import gemm_problem

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, batched, differing, output, replay, run, tiles_here, vector
 
-from detkern.cu.geometry import Load, Tile, load_paths
+from detkern.cu.gemm_tile import Load, Tile
+from detkern.cu.geometry import load_paths
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import TensorView
 from detkern.vocabulary import operands

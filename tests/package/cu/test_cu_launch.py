@@ -13,7 +13,7 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from detkern.cu import current, geometry, launch, loader
+from detkern.cu import current, launch, loader, tile_choice
 from detkern.cu.device import CudaDevice
 from detkern.cu.geometry import Maps
 from detkern.cu.tensor_map import MapShape
@@ -183,7 +183,7 @@ def test_a_launch_has_its_pointers_its_stream_and_its_device(driver: Driver) -> 
     (one,) = driver.launches
     assert struct.unpack_from("<5Q", one["params"]) == (0x1000, 0x2000, 0x3000, 0x4000, 0)
     assert one["params"][40:] == launch.pack_params(problem)
-    chosen = geometry.choose(problem, (9, 0), 132)
+    chosen = tile_choice.choose(problem, (9, 0), 132)
     assert (one["grid"], one["block"], one["shared"]) == (
         (chosen.grid, 1, 1), (chosen.threads, 1, 1), chosen.build.shared_bytes,
     )  # fmt: skip
@@ -269,7 +269,7 @@ def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(
     problem = gemm_problem(contract, a, b, out, None, False)
     for driver.capturing in (False, True):
         launch.launch(problem, a, b, out, None, Execution(DEVICE, 0, allocate))
-    wanted = geometry.choose(problem, (9, 0), 132).scratch_bytes
+    wanted = tile_choice.choose(problem, (9, 0), 132).scratch_bytes
     assert wanted > 0
     assert sizes == [wanted, wanted]
     blocks = [one["params"] for one in driver.launches] + [one.params for one in bindings.launches]

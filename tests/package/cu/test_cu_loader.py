@@ -204,7 +204,7 @@ def test_kernels_are_compiled_ahead_by_several_processes(monkeypatch: pytest.Mon
     """With the package's own sources, since the processes begin afresh: the smallest kernel, twice in different types."""
     monkeypatch.setenv("DETKERN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(config, "cache_dir", tmp_path)
-    from detkern.cu.geometry import Load, build_for, tiles_for
+    from detkern.cu.gemm_tile import Load, build_for, tiles_for
     from detkern.vocabulary.contracts import FMA
     from detkern.vocabulary.dtypes import F32
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from detkern.cu import geometry, time_model
+from detkern.cu import gemm_tile, tile_choice, time_model
 from detkern.cu.time_model import OWN, SHARED, Numbers, Product, TileShapes, prepare, times_us
 from detkern.vocabulary.contracts import MMA16
 from detkern.vocabulary.dtypes import BF16
 
 KK = (True, True)
-TABLE = [tile for tile in geometry.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
-SHAPES = geometry.model_shapes(TABLE)
+TABLE = [tile for tile in gemm_tile.tiles_for(MMA16, BF16) if tile.table == "mma_wgmma"]
+SHAPES = tile_choice.model_shapes(TABLE)
 STORED = time_model.numbers(tuple(map(str, TABLE)))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from detkern.cu import geometry, tuned
-from detkern.cu.geometry import Load
+from detkern.cu import geometry, tile_choice, tuned
+from detkern.cu.gemm_tile import Load
 from detkern.operations.gemm.problem import gemm_problem
 from detkern.tensors import Device, TensorView
 from detkern.vocabulary.contracts import get_contract
@@ -101,9 +101,9 @@ def test_every_label_that_is_shipped_names_a_tile_that_takes_its_problem() -> No
         for m, label in row["tiles"]:
             problem = _problem(row["contract"], loads, m, row["n"], row["k"], dtype)
             assert geometry.load_paths(problem) == loads, row
-            known = {str(tile) for tile in geometry.candidates(problem, (9, 0), loads)}
+            known = {str(tile) for tile in tile_choice.candidates(problem, (9, 0), loads)}
             assert label in known, f"{row['contract']} {row['loads']} m={m} n={row['n']} k={row['k']}: {label}"
-            launched = geometry.choose(problem, (9, 0), content["multiprocessors"])
+            launched = tile_choice.choose(problem, (9, 0), content["multiprocessors"])
             assert str(launched.tile) == label, "a size that was measured gets what was fastest"
 
 

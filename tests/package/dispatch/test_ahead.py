@@ -65,7 +65,7 @@ def test_contracts_and_types_reach_the_backend(monkeypatch: pytest.MonkeyPatch) 
 def test_every_launch_of_a_layout_is_of_a_kernel_that_was_loaded(contract: Any) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from detkern.cu.ahead import of_layouts
-    from detkern.cu.geometry import choose
+    from detkern.cu.tile_choice import choose
 
     dtype = BF16
     device = Device("cuda", 0)

@@ -7,24 +7,27 @@
 // the row.
 #pragma once
 
-#include "parts/load.cuh"
 #include "parts/params.cuh"
 #include "parts/schedule.cuh"
 #include "ptx/tma.cuh"
 
-constexpr int ATOM = 64;  // elements of a row of an atom
 constexpr int ATOM_ROW_BYTES = 128;
+constexpr int ATOM = 64;  // 16-bit elements of a row of an atom
 
-// LOAD: K_MAJOR or MN_MAJOR. ROWS: of m or n, EXTENT_K: of k, in the tile.
-template <int LOAD, int ROWS, int EXTENT_K>
+// LOAD: K_MAJOR or MN_MAJOR; of 8-bit elements wgmma takes K_MAJOR alone. ROWS: of m or n, EXTENT_K: of k, in the
+// tile. SIZE: bytes of an element, 1 or 2.
+template <int LOAD, int ROWS, int EXTENT_K, int SIZE = 2>
 struct TmaTile {
   static constexpr bool MN_ROWS = LOAD == MN_MAJOR;
-  static constexpr int BYTES = ROWS * EXTENT_K * 2;
+  static constexpr int LINES = ROWS, STAGE_K = EXTENT_K, ELEMENT_BYTES = SIZE;
+  static constexpr int ATOM = ATOM_ROW_BYTES / SIZE;  // elements of a row of an atom
+  static constexpr int BYTES = ROWS * EXTENT_K * SIZE;
   static constexpr int TRANSPOSED = MN_ROWS ? 1 : 0;
   static constexpr int BOXES = MN_ROWS ? ROWS / ATOM : EXTENT_K / ATOM;
   static constexpr int BOX_BYTES = BYTES / BOXES;
   static constexpr int BOX_ROWS = BOX_BYTES / ATOM_ROW_BYTES;
   static_assert(LOAD == K_MAJOR || LOAD == MN_MAJOR, "TMA copies contiguous rows");
+  static_assert(SIZE == 2 || (SIZE == 1 && LOAD == K_MAJOR), "wgmma transposes 16-bit elements alone");
   static_assert(EXTENT_K % ATOM == 0 && ROWS % (MN_ROWS ? ATOM : 8) == 0, "a tile must be whole atoms");
   static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
 
@@ -33,14 +36,16 @@ struct TmaTile {
   static constexpr uint32_t DESCRIPTOR_LOW = (MN_ROWS ? EXTENT_K * ATOM_ROW_BYTES >> 4 : 1) << 16;
   static constexpr uint32_t DESCRIPTOR_HIGH = (8 * ATOM_ROW_BYTES >> 4) | 1u << 30;
 
-  // The offset in bytes of 16 k, numbered `step`, from row `row` on, a multiple of 8 (MN_MAJOR: of 64).
+  // The offset in bytes of one step's k (32 bytes of them), numbered `step`, from row `row` on, a multiple of 8
+  // (MN_MAJOR: of 64).
   static constexpr DETKERN_INLINE uint32_t offset(int row, int step) {
     return MN_ROWS ? row / ATOM * EXTENT_K * ATOM_ROW_BYTES + step * 16 * ATOM_ROW_BYTES
                    : (step / 4 * ROWS + row) * ATOM_ROW_BYTES + step % 4 * 32;
   }
 
-  // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of 16
-  // bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the cluster.
+  // The low word of the descriptor of shared-memory address `address`. All of shared memory is within its 14 bits of
+  // 16 bytes, so an offset in the tile can be added (divided by 16). Above 18 bits an address names a CTA of the
+  // cluster.
   static DETKERN_INLINE uint32_t low_word(uint32_t address) { return DESCRIPTOR_LOW | (address & 0x3ffff) >> 4; }
 
   // The descriptor of what lies `offset` bytes behind the place that `low` describes: one addition each, since these
@@ -51,8 +56,8 @@ struct TmaTile {
 
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
   // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
-  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a single box half of the rows; the
-  // map's boxes are so large.
+  // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a
+  // single box half of the rows; the map's boxes are so large.
   template <Copy COPY>
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
                                   uint32_t barrier, bool whole, uint32_t rank = 0) {

@@ -133,3 +133,14 @@ template <int PENDING>
 DETKERN_INLINE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+
+// The products of 16-bit operands, as a main loop takes them.
+template <int DTYPE>
+struct Wgmma16 {
+  static constexpr int STEP_K = 16;
+
+  template <int WIDTH, bool FROM_ZERO, int TRANSPOSED_A, int TRANSPOSED_B>
+  static DETKERN_INLINE void multiply(float (&d)[WIDTH / 2], uint64_t a, uint64_t b) {
+    wgmma<WIDTH, DTYPE, FROM_ZERO, TRANSPOSED_A, TRANSPOSED_B>(d, a, b);
+  }
+};
