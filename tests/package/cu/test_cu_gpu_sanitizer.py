@@ -124,17 +124,21 @@ def test_wgmma_watched(contract: Contract, loads: tuple[Load, Load], m: int) -> 
         (dtype, biased): replay(
             contract, a, b, out_dtype=dtype, bias=operands.generate("normal", F32, (n,), 9) if biased else None
         )
-        for dtype, biased in ((BF16, False), (F16, True))
+        for dtype, biased in ((BF16, False), (F16, True), (F32, False))
     }
     bias = vector(operands.generate("normal", F32, (n,), 9))
-    probe = _uninitialised((m, n), BF16, False)
-    problem = gemm_problem(contract, placed[0].view, placed[1].view, probe, None, False)
-    tiles = [tile for tile in one_of_each_organisation(tiles_here(problem, loads)) if tile.by_tma]
+    tiles = {}
+    for dtype in (BF16, F32):
+        probe = _uninitialised((m, n), dtype, False)
+        problem = gemm_problem(contract, placed[0].view, placed[1].view, probe, None, False)
+        tiles |= dict.fromkeys(tile for tile in one_of_each_organisation(tiles_here(problem, loads)) if tile.by_tma)
     assert tiles
     for turn, tile in enumerate(tiles):
         for (dtype, biased), wanted in expected.items():
+            if contract == MMA16 and tile.f32_out != (dtype == F32):
+                continue
             out = _uninitialised((m, n), dtype, False)
-            if tile.stores_by_tma:
+            if tile.table == "mma_wgmma" and not tile.f32_out:
                 out.array[...] = 0x5A5A  # initcheck does not see what TMA writes
             launched = run(
                 contract, placed[0].view, placed[1].view, out, bias=bias if biased else None, tile=tile,
