@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-__all__ = ["leave", "packages", "torch_device"]
+__all__ = ["leave", "packages", "peak_memory", "torch_device"]
 
 
 def leave(reason: str) -> NoReturn:
@@ -39,3 +39,17 @@ def torch_device(name: str) -> Any:
     except (detkern.errors.DetkernError, RuntimeError, AssertionError) as error:
         leave(f"cannot run on --device {name}: {str(error).splitlines()[0]}")
     return device
+
+
+@contextmanager
+def peak_memory(device: Any, found: dict[str, str], name: str) -> Iterator[None]:
+    """Puts into found[name] the most memory that PyTorch's tensors took at once on a CUDA device; elsewhere that it is not counted."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+    yield
+    found[name] = (
+        f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB" if device.type == "cuda" else "not counted"
+    )

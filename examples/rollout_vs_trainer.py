@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import packages, torch_device
+from machine import packages, peak_memory, torch_device
 
 with packages():
     import click
@@ -38,7 +38,7 @@ with packages():
     from rich.table import Table
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from detkern.torch import batch_invariant_mode
+    from detkern.torch import batch_invariant_mode, convert, revert, zero_main_grads
 
 STEP = 16  # k of one mma16 group: where a sequence may start without a change to its bits
 SIZES = (1, 2, 5, 8, 16)  # the rollout's batch sizes, in turn
@@ -73,11 +73,14 @@ class Layout:
 
 @dataclass
 class Result:
-    """Differences between rollout and trainer. differences: |log p| of each written token, by layout, [sequence, token]."""
+    """Differences between rollout and trainer. differences: |log p| of each written token, by layout, [sequence, token].
+    gradients: elements of all parameters' gradients that differ from those of the first layout. memory: the most at once."""
 
     kl: dict[str, float] = field(default_factory=dict)
     differences: dict[str, torch.Tensor] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, str] = field(default_factory=dict)
 
 
 def make_model(
@@ -153,6 +156,7 @@ def left_padded(sequences: Sequences, step: int) -> Layout:
 
 def _padded(sequences: Sequences, starts: list[int]) -> Layout:
     longest = max(start + len(x) for start, x in zip(starts, sequences, strict=True))
+    longest = -(-longest // STEP) * STEP  # so that every row begins at a multiple, as gradients of weights need it
     tokens = sequences[0].new_zeros(len(sequences), longest)
     mask, positions = torch.zeros_like(tokens), torch.zeros_like(tokens)
     for row, (start, x) in enumerate(zip(starts, sequences, strict=True)):
@@ -168,6 +172,7 @@ def packed(sequences: Sequences, step: int) -> Layout:
     for x in sequences:
         starts.append(-(-end // step) * step)
         end = starts[-1] + len(x)
+    end = -(-end // step) * step
     tokens = sequences[0].new_zeros(1, end)
     positions, owner = torch.zeros_like(tokens), torch.full_like(tokens, -1)
     for i, (start, x) in enumerate(zip(starts, sequences, strict=True)):
@@ -178,7 +183,6 @@ def packed(sequences: Sequences, step: int) -> Layout:
     return Layout(tokens, positions, seen[None, None], [(0, start) for start in starts])
 
 
-@torch.no_grad()
 def trainer(model: Any, layout: Layout, sequences: Sequences, tokens: int) -> list[torch.Tensor]:
     """The log-probabilities [tokens, vocabulary] that the whole sequences give to what was written."""
     mask = layout.mask
@@ -193,6 +197,26 @@ def trainer(model: Any, layout: Layout, sequences: Sequences, tokens: int) -> li
     return found
 
 
+def gradients(model: Any, layout: Layout, sequences: Sequences, tokens: int, detkern: bool) -> list[torch.Tensor]:
+    """Of all parameters, float32: those of the mean log-probability of what was written."""
+    mode: Any = contextlib.nullcontext()
+    if detkern:
+        convert(model, accumulate=True)
+        zero_main_grads(model)
+        mode = batch_invariant_mode(strict=True)
+    model.zero_grad()
+    with mode:
+        distributions = torch.stack(trainer(model, layout, sequences, tokens))
+        written = torch.stack([x[-tokens:] for x in sequences])[..., None]
+        (-distributions.gather(-1, written).sum() / written.numel()).backward()
+    found = [p.main_grad.clone() if detkern else p.grad.float() for p in model.parameters()]
+    if detkern:
+        revert(model)
+    model.zero_grad()
+    return found
+
+
+# Where sequences start at any offset only attention has another contract, and weights' gradients are not asked for.
 LAYOUTS = {
     "right": (right_padded, STEP, False),
     "left": (left_padded, STEP, False),
@@ -219,10 +243,11 @@ def compare(model: Any, start: Sequences, tokens: int, detkern: bool) -> Result:
     """Rollout against trainer in every layout."""
     device, result = start[0].device, Result()
     rollouts: dict[bool, tuple[Sequences, list[torch.Tensor]]] = {}
+    first: list[torch.Tensor] = []
     for name, (make, step, any_offset) in LAYOUTS.items():
         contract = {"bmm": "fma"} if any_offset else None
         mode: Any = batch_invariant_mode(contract=contract, strict=True) if detkern else contextlib.nullcontext()
-        with mode:
+        with mode, torch.no_grad():
             own = any_offset and detkern
             if own not in rollouts:
                 rollout(model, start[:3], 2)  # compiles kernels
@@ -238,6 +263,16 @@ def compare(model: Any, start: Sequences, tokens: int, detkern: bool) -> Result:
         result.differences[name] = (p - q).gather(-1, written)[..., 0].abs().cpu()
         # With p - q of masses that are not quite 1 after rounding: never negative, and 0.0 for equal distributions alone.
         result.kl[name] = float((p.exp() * (p - q) - p.exp() + q.exp()).sum(-1).mean())
+        if any_offset:
+            continue
+        gradients(model, layout, sequences, tokens, detkern)
+        with peak_memory(device, result.memory, name), timed(result.seconds, f"gradients, {name}", device):
+            found = gradients(model, layout, sequences, tokens, detkern)
+        first = first or found
+        result.gradients[name] = sum(
+            int((one.view(torch.int32) != other.view(torch.int32)).sum())
+            for one, other in zip(first, found, strict=True)
+        )
     return result
 
 
@@ -254,6 +289,16 @@ def report(console: Console, title: str, results: dict[str, Result]) -> None:
             cells += [f"{largest:.3g}" if largest else "0.0", f"{result.kl[name]:.3g}" if result.kl[name] else "0.0"]
         table.add_row(name, *cells)
     console.print(table)
+    trained = Table(
+        title="gradients of all parameters: elements that differ between layouts, peak memory", title_justify="left"
+    )
+    trained.add_column("trainer's layout")
+    for library in results:
+        trained.add_column(library, justify="right")
+        trained.add_column("peak", justify="right")
+    for name in list(results.values())[-1].gradients:
+        trained.add_row(name, *(x for r in results.values() for x in (f"{r.gradients[name]:,}", r.memory[name])))
+    console.print(trained)
     times = Table(title="seconds", title_justify="left")
     times.add_column("")
     for library in results:
@@ -323,6 +368,7 @@ def main(
         report(console, f"{name}: rollout against trainer", results)
         ours = results["detkern"]
         differs |= any(bool(x.any()) for x in ours.differences.values()) or any(ours.kl.values())
+        differs |= any(ours.gradients.values())
         if picture:
             draw(picture / f"rollout-{name}.png", name, results)
             console.print(f"picture: {picture / f'rollout-{name}.png'}")

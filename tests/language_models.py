@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -56,3 +57,80 @@ def logits(model: Any, tokens: list[Any], starts: list[int], length: int | None 
     with torch.no_grad():
         found = model(batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
     return [found[row, start : start + len(x)] for row, (start, x) in enumerate(zip(starts, tokens, strict=True))]
+
+
+class Decoder:
+    """Greedy decoding with a static cache: what a step reads and writes lies in tensors that stay.
+
+    token [B, 1] and position [1] are read, logits [B, vocabulary] and the cache written.
+    """
+
+    def __init__(self, model: Any, prompt: Any, room: int = 48) -> None:
+        import torch
+        from transformers import StaticCache
+
+        self.model, self.room = model, room
+        # The name of the argument for the KV cache has changed between versions of transformers.
+        names = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._takes_place = "cache_position" in names
+        self.cache = StaticCache(config=model.config, max_cache_len=room)
+        places = torch.arange(prompt.shape[1], device=prompt.device)
+        self.logits = self._forward(prompt, places)
+        self.token = self.logits.argmax(-1, keepdim=True)
+        self.position = torch.tensor([prompt.shape[1]], device=prompt.device)
+
+    def _forward(self, tokens: Any, places: Any) -> Any:
+        import torch
+
+        seen = torch.arange(self.room, device=tokens.device) <= places[:, None]
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=tokens.device)
+        mask = mask.masked_fill(~seen, torch.finfo(self.model.dtype).min).expand(len(tokens), 1, *seen.shape)
+        known = {self._cache_argument: self.cache, "use_cache": True, "attention_mask": mask}
+        if self._takes_place:
+            known["cache_position"] = places
+        return self.model(tokens, position_ids=places[None], **known).logits[:, -1]
+
+    def run(self) -> None:
+        """One step, without what makes the next one's input of it."""
+        self.logits.copy_(self._forward(self.token, self.position))
+
+    def written(self) -> None:
+        """The next step's input."""
+        self.token.copy_(self.logits.argmax(-1, keepdim=True))
+        self.position.add_(1)
+
+    def step(self) -> Any:
+        self.run()
+        self.written()
+        return self.logits
+
+    def rehearse(self) -> None:
+        """A `run`, and everything in the cache as it was before: what a cache counts itself would be counted twice."""
+        import torch
+
+        before = [
+            {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in vars(layer).items()}
+            for layer in self.cache.layers
+        ]
+        self.run()
+        for layer, kept in zip(self.cache.layers, before, strict=True):
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    getattr(layer, name).copy_(value)  # in place: a graph holds where it lies
+                else:
+                    setattr(layer, name, value)
+
+    def capture(self) -> Any:
+        """A CUDA graph of `run`, whose kernels a step before has compiled."""
+        import torch
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.rehearse()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        return graph

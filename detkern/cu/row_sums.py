@@ -118,8 +118,11 @@ def build_for(squares: bool, operand: DType, tile: SumTile, phase: Phase) -> Ker
         ("SQUARES", int(squares)), ("OPERAND", operand.code), ("ALONG", int(tile.along)), ("PIECE", tile.piece(operand)),
         ("R", tile.across), ("C", tile.down), ("PIECES", tile.pieces), ("HELD", int(tile.held)), ("PHASE", int(phase)),
     )  # fmt: skip
-    name = f"{'mean_square' if squares else 'sum'} {operand.short} {tile.across}x{tile.down} {'along' if tile.along else 'across'}"
-    return KernelBuild(SOURCE, macros, 0, f"rows {name} {tile.piece(operand)} {phase.name.lower()}")
+    lies, held = "along" if tile.along else "across", " held" if tile.held else ""
+    name = (
+        f"{'mean_square' if squares else 'sum'} {operand.short} {tile.across}x{tile.down} {lies} {tile.piece(operand)}"
+    )
+    return KernelBuild(SOURCE, macros, 0, f"rows {name}{held} {phase.name.lower()}")
 
 
 def _finishing() -> KernelBuild:

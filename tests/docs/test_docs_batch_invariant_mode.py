@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import re
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from detkern.torch.mode import coverage
+from detkern.errors import ArgumentError
+from detkern.torch.mode import coverage, listing
 
 PAGE = Path(__file__).parents[2] / "docs" / "batch-invariant-mode.md"
 
@@ -21,10 +21,22 @@ def test_the_example_runs() -> None:
     assert outcome.failed == 0
 
 
-def test_every_name_in_the_table_has_a_handler() -> None:
-    table = PAGE.read_text().split("## What is covered")[1].split("The backward of")[0]
-    first = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| "))
-    handled = {coverage.name_of(func).removeprefix("linalg_") for func in (*coverage.HANDLERS, *coverage.ELEMENTWISE)}
-    names = {name.removeprefix("linalg.") for name in re.findall(r"`([a-z_.]+)`", first)}
-    assert len(names) > 20
-    assert names - handled == {"out_dtype", "dtype"}
+def test_the_lists_are_what_the_code_covers_and_refuses() -> None:
+    page = PAGE.read_text()
+    assert listing.inserted(page) == page, (
+        f"python -m detkern.torch.mode.listing --write {PAGE.relative_to(PAGE.parents[1])}"
+    )
+    covered, refused = listing.page_parts().values()
+    for name in ("mm", "scaled_dot_product_attention", "index_add"):
+        assert f"`{name}`" in covered
+    for name in coverage.UNCOVERED:
+        assert f"`{name}`" in refused
+
+
+def test_a_handler_that_is_not_listed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(coverage.HANDLERS, torch.cumsum, print)
+    with pytest.raises(ArgumentError, match="'cumsum'"):
+        listing.page_parts()
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="each once"):
+        listing.inserted("a page without its comments")

@@ -10,28 +10,64 @@ from typing import Any
 
 import torch
 
-from . import gradients, route, rows
+from ...errors import ArgumentError
+from . import functional, gradients, main_grads, route, rows
 
-__all__ = ["Expand", "expanded", "sum_to", "watched"]
+__all__ = ["expand", "expanded", "sum_to", "watched"]
 
 
-class Expand(torch.autograd.Function):  # type: ignore[misc]
-    """x.expand(shape)."""
+class _Expand(torch.autograd.Function):  # type: ignore[misc]
+    """x.expand(shape). With a main_grad the gradient is added to it, by one chain for each element of x over what was broadcast, in
+    the order of the result's dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, shape: Any) -> Any:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+    def forward(ctx: Any, x: Any, shape: Any, main_grad: Any) -> Any:
+        ctx.shape, ctx.dtype, ctx.main_grad = x.shape, x.dtype, main_grad
         return x.expand(shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        return sum_to(dy, ctx.shape).to(ctx.dtype), None
+        main_grad = ctx.main_grad
+        if main_grad is not None:
+            if torch.is_grad_enabled():
+                raise ArgumentError(
+                    "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: "
+                    "detkern.torch.revert(model) before create_graph=True"
+                )
+            asked = main_grads.asked(ctx.next_functions, main_grad)
+            if asked is False:
+                return None, None, None
+            if asked:
+                flat = main_grad if main_grad.dim() == 1 else main_grad.view(-1)
+                gradients.accumulate_rows(flat, ctx.next_functions, _lines(dy, ctx.shape), None)
+                return None, None, None
+        return sum_to(dy, ctx.shape).to(ctx.dtype), None, None
+
+
+def _lines(x: Any, shape: Any) -> Any:
+    """x as [M, N], N the elements of a shape that broadcasts to its own."""
+    kept = _kept(x, shape)
+    summed = [d for d in range(x.dim()) if d not in kept]
+    return x.permute(*summed, *kept).reshape(-1, shape.numel())
+
+
+def _kept(x: Any, shape: Any) -> list[int]:
+    lead = x.dim() - len(shape)
+    return [i + lead for i, n in enumerate(shape) if not (n == 1 and x.shape[i + lead] != 1)]
+
+
+def expand(x: Any, shape: Any) -> Any:
+    """x.expand(shape), recorded, with its gradient summed by detkern; of a marked parameter added to its main_grad."""
+    main_grad = functional.gathered(x, "a parameter")
+    if main_grad is not None and main_grad.dim() != 1 and not main_grad.is_contiguous():
+        main_grad = None
+    return _Expand.apply(x, shape, main_grad)
 
 
 def expanded(x: Any, shape: Any) -> Any:
     """x.expand(shape), whose gradient is summed by detkern where that is not the compiler's to do."""
     summed = torch.is_grad_enabled() and x.requires_grad and not watched()
-    return Expand.apply(x, shape) if summed else x.expand(shape)
+    return expand(x, shape) if summed else x.expand(shape)
 
 
 def watched() -> bool:
@@ -44,12 +80,11 @@ def sum_to(x: Any, shape: Any) -> Any:
 
     To [N] by the chain of the bias gradient, which accumulates; else what was broadcast is one row of `rows.sum`.
     """
-    lead = x.dim() - len(shape)
-    summed = [*range(lead), *(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)]
+    kept = _kept(x, shape)
+    summed = [d for d in range(x.dim()) if d not in kept]
     if not summed:
         return x
-    if len(shape) == 1 and summed == list(range(lead)):
+    if len(shape) == 1 and kept:
         return gradients.bias_gradient(x, torch.float32, None)
-    kept = [i for i in range(x.dim()) if i not in summed]
     moved = x.permute(*kept, *summed).flatten(len(kept))
     return rows.sum(moved, out_dtype=torch.float32).reshape(shape)

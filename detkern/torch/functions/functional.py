@@ -12,7 +12,7 @@ from ...errors import ArgumentError, DTypeError, ShapeError
 from . import eager, gradients, main_grads, route
 from .casting import autocast, torch_dtype
 
-__all__ = ["bmm", "gathering_linear", "gathers", "linear", "matmul"]
+__all__ = ["bmm", "gathered", "gathering_linear", "gathers", "linear", "matmul"]
 
 
 def matmul(
@@ -184,6 +184,11 @@ def gathers(parameter: Any, name: str) -> Any:
     if not torch.compiler.is_compiling():
         _need_a_place_for_gradients()
     return main_grad
+
+
+def gathered(parameter: Any, name: str = "weight") -> Any:
+    """`gathers` of an operand that may be a marked parameter (main_grads.mark), and None of any other."""
+    return gathers(parameter, name) if parameter is not None and main_grads.marked(parameter) else None
 
 
 def _need_a_place_for_gradients() -> None:

@@ -17,7 +17,7 @@ from ...operations.gemm.gradient import GradientProduct, Layout, linear_gradient
 from . import eager, main_grads, products, route
 from .registration import Op
 
-__all__ = ["OPS", "Settings", "bias_gradient", "linear", "matmul", "record_linear"]
+__all__ = ["OPS", "Settings", "accumulate_rows", "bias_gradient", "linear", "matmul", "record_linear"]
 
 
 class Settings(NamedTuple):
@@ -133,13 +133,22 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
         if needs_bias:
             if bias_main_grad is None:
                 dbias = bias_gradient(dc, ctx.bias_dtype, settings.backend)
-            elif route.direct(dc, bias_main_grad):
-                out = main_grads.destination(functions, bias_main_grad)
-                if out is not None:
-                    api.bias_gradient(dc, out=out, accumulate=True, backend=settings.backend)
             else:
-                BIAS_GRADIENT_ACCUMULATE.overload(bias_main_grad, dc, settings.backend)
+                accumulate_rows(bias_main_grad, functions, dc, settings.backend)
     return dx, dweight, dbias
+
+
+def accumulate_rows(main_grad: Any, functions: Any, dc: Any, backend: str | None) -> None:
+    """Add the rows of dc [.., N] to a parameter's accumulator [N], as the chain of the bias gradient.
+
+    functions: the `next_functions` of the node that is running its backward.
+    """
+    if route.direct(dc, main_grad):
+        out = main_grads.destination(functions, main_grad)
+        if out is not None:
+            api.bias_gradient(dc, out=out, accumulate=True, backend=backend)
+    else:
+        BIAS_GRADIENT_ACCUMULATE.overload(main_grad, dc, backend)
 
 
 def _save_bias_gradient(ctx: Any, dc: Any) -> None:

@@ -19,13 +19,40 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ArgumentError, DetkernError, DeviceError, DTypeError, ShapeError
+from .casting import OPERANDS
 
-__all__ = ["asked", "check", "destination", "main_grads_to_grad", "need_module", "running_destination", "zero"]
+__all__ = [
+    "asked",
+    "check",
+    "destination",
+    "main_grads_to_grad",
+    "mark",
+    "marked",
+    "need_module",
+    "running_destination",
+    "zero",
+]
 
+# On a parameter whose gradient the functions of batch_invariant_mode gather, without being told to in the call.
+_MARK = "_detkern_accumulate"
 # On the parameter: (graph task, uses that it has come to), and how many uses hold what no optimizer has been given.
 _USES, _PENDING = "_detkern_uses", "_detkern_pending"
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _hooks: list[Any] = []
+
+
+def mark(parameter: Any, on: bool = True) -> None:
+    """Have every operation under batch_invariant_mode add the parameter's gradient to its main_grad, or no operation any more.
+    Only of a plain parameter of an operand's type; others are autograd's."""
+    if not on:
+        parameter.__dict__.pop(_MARK, None)
+    elif type(parameter) is torch.nn.Parameter and parameter.dtype in OPERANDS:
+        setattr(parameter, _MARK, True)
+
+
+def marked(parameter: Any) -> bool:
+    """Whether `mark` has been called for it."""
+    return getattr(parameter, _MARK, False)
 
 
 def _leaves(functions: Any) -> list[Any]:

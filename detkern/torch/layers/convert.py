@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -14,10 +14,11 @@ from typing import Any, Literal, overload
 import torch
 
 from ...errors import ArgumentError
+from ..functions import main_grads
 from ..functions.main_grads import need_module
 from . import instance_forward, survey
 from .classes import twin
-from .linear import SETTINGS, Contracted, Linear
+from .linear import MARK, SETTINGS, Contracted, Linear
 
 __all__ = ["ConversionReport", "convert", "revert"]
 
@@ -84,7 +85,10 @@ def convert(
         module: the model, or a torch.nn.Linear itself.
         skip: qualified names of layers to leave alone, patterns allowed ("lm_head", "*.router"), or a function (name,
             layer) -> bool, which is asked about linear layers only.
-        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`.
+        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`. accumulate marks all parameters of `module` besides,
+            but those of layers that `skip` names: under `batch_invariant_mode` whatever takes one (linear, an embedding, the
+            weight of a norm, what arithmetic broadcasts) adds its gradient to `main_grad`, with the bits of the whole batch;
+            without the mode autograd gets it.
         strict: raise where a layer is left that `skip` does not name.
         report: return what was done, too.
 
@@ -121,6 +125,8 @@ def convert(
     for layer in chosen.values():
         _exchange(layer)
         layer.configure(out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
+    if accumulate:
+        _mark(module, {id(names[key][1]) for key in skipped})
     _set_fast_paths(module)
     if left:
         warnings.warn(
@@ -153,8 +159,22 @@ def revert(module: torch.nn.Module, *, skip: Skip = ()) -> torch.nn.Module:
         _exchange(layer)
         for setting in SETTINGS:
             layer.__dict__.pop(setting, None)
+    _mark(module, {id(names[key][1]) for key in skipped}, on=False)
     _set_fast_paths(module)
     return module
+
+
+def _mark(module: Any, skipped: Collection[int], on: bool = True) -> None:
+    """Mark the parameters of all modules but those with these ids, or take the marks away."""
+    for part in module.modules():
+        if id(part) in skipped:
+            continue
+        part.__dict__.pop(MARK, None)
+        own = list(part.parameters(recurse=False))
+        if own and on:
+            part.__dict__[MARK] = True
+        for parameter in own:
+            main_grads.mark(parameter, on)
 
 
 def _exchange(layer: Any) -> None:

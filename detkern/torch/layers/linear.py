@@ -13,8 +13,10 @@ from ..functions.casting import torch_dtype
 from ..functions.functional import linear
 from . import instance_forward
 
-__all__ = ["SETTINGS", "Contracted", "Linear", "zero_main_grads"]
+__all__ = ["MARK", "SETTINGS", "Contracted", "Linear", "zero_main_grads"]
 
+# On a module whose parameters are marked.
+MARK = "_detkern_accumulate"
 SETTINGS = ("out_dtype", "accumulate", "contract", "backend")
 
 
@@ -166,7 +168,8 @@ def _need_plain(layer: Any) -> None:
 
 
 def zero_main_grads(module: torch.nn.Module) -> None:
-    """Set the accumulators of every layer with accumulate=True to zeros, making `main_grad` where there is none.
+    """Set the accumulators of every layer with accumulate=True to zeros, and those of every parameter that
+    `convert(model, accumulate=True)` has marked, making `main_grad` where there is none.
 
     A parameter that several operations use gets the list `further_main_grads` beside it (docs/pytorch.md, "Micro-batches").
 
@@ -181,4 +184,9 @@ def zero_main_grads(module: torch.nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, Contracted) and layer.accumulate:
             found |= {id(p): p for p in (layer.weight, layer.bias) if p is not None and p.requires_grad}  # type: ignore[attr-defined]
+        if MARK in layer.__dict__:
+            for parameter in layer.parameters(recurse=False):
+                main_grads.mark(parameter)  # a copy of a model has parameters without marks
+                if main_grads.marked(parameter) and parameter.requires_grad:
+                    found[id(parameter)] = parameter
     main_grads.zero(*found.values())

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..functions.broadcasting import Expand, watched
+from ..functions import broadcasting
+from ..functions.broadcasting import watched
 
 __all__ = ["NAMES", "handler_of"]
 
@@ -44,7 +45,7 @@ def handler_of(func: Any, name: str) -> Callable[..., Any]:
         if not torch.is_grad_enabled() or not _needs(mode, x) or named or watched() or not sizes:
             return NotImplemented
         target = func(x.detach(), *sizes).shape
-        return Expand.apply(x, target) if target != x.shape else NotImplemented
+        return broadcasting.expand(x, target) if target != x.shape else NotImplemented
 
     def arithmetic(mode: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -60,7 +61,7 @@ def handler_of(func: Any, name: str) -> Callable[..., Any]:
             return NotImplemented
         kept = 1 if name in _IN_PLACE else 0  # what is changed in place keeps its shape
         operands = [
-            Expand.apply(x, target) if i >= kept and _needs(mode, x) and x.shape != target else x
+            broadcasting.expand(x, target) if i >= kept and _needs(mode, x) and x.shape != target else x
             for i, x in enumerate(args)
         ]
         return func(*operands, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..functions import indexing, route
+from ..functions import functional, indexing, route
 from .products import finish
 
 __all__ = ["ELEMENTWISE", "HANDLERS", "NAMES", "READING", "functional_embedding"]
@@ -52,7 +52,7 @@ def functional_embedding(
     if max_norm is not None:
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
-    return indexing.gathering_embedding(input, weight, padding_idx, None, None)
+    return indexing.gathering_embedding(input, weight, padding_idx, functional.gathered(weight), None)
 
 
 def _embedding(
@@ -61,7 +61,8 @@ def _embedding(
     """aten::embedding's signature, where -1 is no row."""
     if not _summed(mode, weight, scale_grad_by_freq, sparse) or weight.dim() != 2:
         return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
-    return indexing.gathering_embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, None)
+    ignored = padding_idx if padding_idx >= 0 else None
+    return indexing.gathering_embedding(indices, weight, ignored, functional.gathered(weight), None)
 
 
 def _summed(mode: Any, weight: Any, scale_grad_by_freq: bool, sparse: bool) -> bool:

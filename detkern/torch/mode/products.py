@@ -117,7 +117,8 @@ def linear(mode: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     contract = mode.contract_for(op, x.dtype)
     if b is None or (b.dim() == 1 and b.shape[0] == weight.shape[0] and b.dtype == x.dtype):
-        return functional.gathering_linear(x, w, b, None, None, None, contract, None)
+        main_grads = functional.gathered(weight), functional.gathered(bias, "bias")
+        return functional.gathering_linear(x, w, b, *main_grads, None, contract, None)
     if b.dtype != x.dtype or not _expands(b.shape, (*input.shape[:-1], weight.shape[0])):
         return NotImplemented
     return affine(functional.linear(x, w, out_dtype=torch.float32, contract=contract), b, 1.0, 1.0, x.dtype)

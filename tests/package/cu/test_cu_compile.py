@@ -317,8 +317,8 @@ def test_the_bias_gradient_compiles_within_bounds(
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 
-# All builds on sm_90a, elsewhere one of the sums and the largest of the sort in turn.
-SCATTERED = [("sm_90a", build) for build in scatter_sum.builds()] + [
+# On sm_90a the sort and three of the sums, elsewhere one of the sums and the largest of the sort in turn.
+SCATTERED = [("sm_90a", build) for build in scatter_sum.builds()[:7]] + [
     (architecture, build)
     for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
     for build in (scatter_sum.builds()[0], scatter_sum.builds()[4 + turn % 6])[turn % 2 :]

@@ -10,9 +10,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.nn.functional as F
 from frameworks import same_bits
-from language_models import MODELS, logits, make_model, prompts
+from language_models import MODELS, Decoder, logits, make_model, prompts
+from training_layouts import differing, layouts, main_gradients, sequences, trained
 
 import detkern
+import detkern.torch as dt
 from detkern.torch import batch_invariant_mode
 
 pytestmark = pytest.mark.gpu
@@ -145,3 +147,41 @@ def test_a_float32_result_of_16_bit_operands_is_the_accumulator(op: str) -> None
             assert same_bits(torch.addmm(c[0], a[0], b[0], out_dtype=torch.float32), wanted[0] + c[0])
         else:
             assert same_bits(torch.baddbmm(c, a, b, out_dtype=torch.float32), wanted + c)
+
+
+LENGTHS = [1024, 16, 528, 1008, 496, 1024]  # 4,096 tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_strict_training_is_the_same_in_every_cut_and_layout(name: str) -> None:
+    """Gradients of all parameters of one step, and all weights after 20 steps of AdamW."""
+    found, weights = {}, {}
+    for layout, parts in layouts(sequences(LENGTHS, SIZES["vocab_size"], "cuda"), torch.bfloat16).items():
+        model = dt.convert(make_model(name, "cuda", torch.bfloat16, **SIZES), accumulate=True)
+        found[layout] = main_gradients(model, parts, batch_invariant_mode(strict=True))
+        if layout in ("whole, packed", "cut, padded", "another cut, packed"):
+            weights[layout] = trained(model, parts, batch_invariant_mode(strict=True), 20)
+    for results in (found, weights):
+        expected = results["whole, packed"]
+        for layout, result in results.items():
+            assert not differing(expected, result), layout
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_decode_step_writes_what_an_eager_one_writes(name: str, attention: str) -> None:
+    """With a static cache, under the mode; the graph replays outside of it."""
+    model = make_model(name, "cuda", torch.bfloat16, attention, **SIZES)
+    prompt = torch.randint(0, SIZES["vocab_size"], (3, 20), generator=torch.Generator().manual_seed(4)).cuda()
+    with torch.no_grad(), batch_invariant_mode(strict=True):
+        eager = Decoder(model, prompt)
+        expected = [eager.step().clone() for _ in range(6)]
+        captured = Decoder(model, prompt)
+        graph = captured.capture()
+    found = []
+    for _ in range(6):
+        graph.replay()
+        found.append(captured.logits.clone())
+        captured.written()
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)

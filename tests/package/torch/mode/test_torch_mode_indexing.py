@@ -186,10 +186,10 @@ def test_compiled_the_same_bits() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_of_a_models_embedding_does_not_depend_on_the_cut(name: str) -> None:
-    """Four sequences of 32 tokens at once and by two and two, into main_grad: the same bits, by mma16 and bf16."""
+    """Four sequences of 32 tokens at once and one by one, into main_grad: the same bits, by mma16 and bf16."""
     ids = torch.arange(4 * 32).reshape(4, 32) ** 2 % 40
     found = []
-    for parts in (1, 2, 4):
+    for parts in (1, 4):
         model = make_model(name, "cpu", torch.bfloat16, tie_word_embeddings=False)
         weight = model.get_input_embeddings().weight
         weight.main_grad = torch.zeros(weight.shape)
@@ -200,5 +200,4 @@ def test_the_gradient_of_a_models_embedding_does_not_depend_on_the_cut(name: str
                 F.cross_entropy(logits.flatten(0, 1).float(), part.flatten(), reduction="sum").backward()
         found.append(weight.main_grad)
     assert found[0].abs().max() > 0
-    assert same_bits(found[0], found[1])
-    assert same_bits(found[0], found[2])
+    assert same_bits(*found)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.nn.functional as F
 from frameworks import same_bits
-from language_models import MODELS, logits, make_model, prompts
+from language_models import MODELS, Decoder, logits, make_model, prompts
 
 from detkern.torch import batch_invariant_mode
 
@@ -125,3 +125,22 @@ def test_a_training_step_with_gradient_checkpointing_has_the_bits_of_one_without
         found.append([p.grad.clone() for p in model.parameters()])
     for without, with_it in zip(*found, strict=True):
         assert same_bits(without, with_it)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decode_step_that_a_graph_can_hold_has_the_bits_of_one_forward(name: str, attention: str) -> None:
+    """A static cache with a mask over its empty places, written in place: what a CUDA graph captures (test_torch_mode_gpu.py)."""
+    model = make_model(name, "cpu", torch.bfloat16, attention)
+    prompt = torch.randint(0, 128, (3, 20), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad(), batch_invariant_mode(strict=True):
+        decoder = Decoder(model, prompt)
+        places = {x.data_ptr() for x in (decoder.token, decoder.position, decoder.logits)}
+        tokens = [prompt]
+        for _ in range(4):
+            tokens.append(decoder.token.clone())
+            decoder.rehearse()
+            found = decoder.step()
+            whole = model(torch.cat(tokens, 1), use_cache=False).logits[:, -1]
+            assert same_bits(found, whole)
+        assert places == {x.data_ptr() for x in (decoder.token, decoder.position, decoder.logits)}
