@@ -265,7 +265,7 @@ def _needed(case: Case) -> list[str]:
         "ACQBULK",
         "PREEXIT",
     ]
-    needed += ["UTMASTG.4D"] if tile.stores_by_tma and (tile.swapped or (width % 64 == 0 and not tile.f32_out)) else []
+    needed += ["UTMASTG.4D"] if tile.kernel.output_map and (tile.swapped or (width % 64 == 0 and not tile.f32_out)) else []
     return needed
 
 
