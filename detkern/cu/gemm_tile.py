@@ -85,7 +85,7 @@ class Tile:
         """A macro that not all kernels have."""
         return self.values.get(macro, default)
 
-    @functools.cached_property
+    @property
     def kernel(self) -> GemmKernel:
         """What computes it."""
         return KERNELS[self.table]

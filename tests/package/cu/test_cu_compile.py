@@ -265,7 +265,9 @@ def _needed(case: Case) -> list[str]:
         "ACQBULK",
         "PREEXIT",
     ]
-    needed += ["UTMASTG.4D"] if tile.kernel.output_map and (tile.swapped or (width % 64 == 0 and not tile.f32_out)) else []
+    needed += (
+        ["UTMASTG.4D"] if tile.kernel.output_map and (tile.swapped or (width % 64 == 0 and not tile.f32_out)) else []
+    )
     return needed
 
 

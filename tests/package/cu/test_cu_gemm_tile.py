@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import pytest
 from cu_problems import HOPPER, KERNELS, problem_of
@@ -55,3 +56,11 @@ def test_what_a_self_check_vouches_for_are_all_kernels_of_every_device() -> None
 def test_plain_chains_need_no_scratch() -> None:
     for contract in (FMA, MMA16, MMA8):
         assert choose(problem_of(contract, 100, 100, 10**6), HOPPER, 132).scratch_bytes == 0
+
+
+def test_a_tile_goes_to_another_process() -> None:
+    """What compiles kernels side by side sends tiles, after their kernels were asked for."""
+    for contract in KERNELS:
+        for tile in tiles_for(contract, contract.operands[0]):
+            assert tile.shared_bytes > 0
+            assert pickle.loads(pickle.dumps(tile)) == tile
