@@ -116,7 +116,8 @@ def test_codes_are_the_headers() -> None:
         assert operation.descriptor.structure in STRUCTS.values()
         assert set(operation.descriptor.variants) == set(operation.variants)
         assert len(set(operation.descriptor.variants.values())) == len(operation.variants)
-    assert described == list(OPERATIONS)
+    # What no library computes: the replay serves the CPU.
+    assert {operation.name for operation in OPERATIONS} - {operation.name for operation in described} == {"scatter_sum"}
     assert codes == {
         name: getattr(mirror, name)
         for name in ("OK", "INVALID", "UNSUPPORTED", "OUT_OF_MEMORY", "DEVICE_FAULT", "TO_DEVICE", "TO_HOST")
