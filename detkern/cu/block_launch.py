@@ -13,7 +13,7 @@ from ..operations.problem import Operands, Problem
 from ..tensors.execution import Execution
 from ..tensors.view import TensorView
 
-__all__ = ["BlockPlan", "BlockRun", "launch"]
+__all__ = ["BlockPlan", "BlockRun", "launch", "launch_block"]
 
 _P = TypeVar("_P", bound=Problem)
 
@@ -71,17 +71,21 @@ def launch(problem: Problem, plan_for: Callable[[], BlockPlan], head: bytes, exe
 
 
 def _enqueue(plan: BlockPlan, pointers: bytes, execution: Execution) -> None:
+    from .current import scratch_memory
+
+    block = pointers + plan.params
+    if plan.scratch_bytes:
+        block += _POINTER.pack(scratch_memory(execution, plan.scratch_bytes))
+    launch_block(plan.function, plan.grid, plan.threads, plan.shared_bytes, block, execution.stream)
+    for function, grid, threads in plan.further:
+        launch_block(function, grid, threads, 0, block, execution.stream)
+
+
+def launch_block(function: int, grid: int, threads: int, shared_bytes: int, block: bytes, stream: int) -> None:
+    """Enqueue a kernel (a CUfunction) that takes one block of parameters, on the device that is current."""
     from cupy.cuda import driver
 
-    stream, content = execution.stream, pointers + plan.params
-    if plan.scratch_bytes:
-        scratch = execution.allocate(plan.scratch_bytes)
-        content += _POINTER.pack(scratch.pointer)
     # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the driver
     # copies the block before it returns.
-    block = ctypes.c_char_p(content)
-    driver.launchKernel(
-        plan.function, plan.grid, 1, 1, plan.threads, 1, 1, plan.shared_bytes, stream, ctypes.addressof(block), 0
-    )
-    for function, grid, threads in plan.further:
-        driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(block), 0)
+    parameters = ctypes.c_char_p(block)
+    driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), 0)

@@ -1,21 +1,27 @@
-"""What every launch has around it: the problem's device made current, and faults as DeviceError. Imports CuPy, so it comes in
-once a device is used."""
+"""What every launch has around it: the problem's device made current, faults as DeviceError, scratch memory. Imports CuPy, so it
+comes in once a device is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
+from cupy import ndarray
 from cupy.cuda import driver, runtime
 
 from ..errors import DeviceError
 from ..operations.problem import Problem
+from ..tensors.execution import Execution
 from .extended_launch import LaunchFailure
 
-__all__ = ["on_device"]
+__all__ = ["on_device", "scratch_memory"]
 
 _Arguments = TypeVarTuple("_Arguments")
 _T = TypeVar("_T")
+
+# Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
+# (PyTorch gives each graph a pool of its own); nothing tells when a graph is gone, so it stays for good.
+_captured: list[Any] = []
 
 
 def on_device(
@@ -42,3 +48,11 @@ def on_device(
                 runtime.setDevice(before)
     except (driver.CUDADriverError, runtime.CUDARuntimeError, LaunchFailure) as error:
         raise DeviceError(f"cuda:{index} reported {error} at {problem.about}") from error
+
+
+def scratch_memory(execution: Execution, size: int) -> int:
+    """The address of `size` bytes from the caller's allocator, for what is enqueued on the execution's stream now."""
+    scratch = execution.allocate(size)
+    if isinstance(scratch.array, ndarray) and runtime.streamIsCapturing(execution.stream):
+        _captured.append(scratch.array)
+    return scratch.pointer

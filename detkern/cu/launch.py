@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from typing import Any
 
-import cupy
-from cupy.cuda import driver, runtime
+from cupy.cuda import driver
 
 from ..dispatch.backend import Execution
 from ..dispatch.plan_cache import PlanCache
@@ -16,7 +14,7 @@ from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import batch_offsets
 from ..operations.problem import Operands
 from ..tensors import TensorView
-from .current import on_device
+from .current import on_device, scratch_memory
 from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
 from .geometry import Launch, Maps, oriented
@@ -82,11 +80,6 @@ class Plan:
     swapped: bool
 
 
-# Scratch memory that captured graphs refer to. CuPy's pool would hand it to others while a graph may still be replayed
-# (PyTorch gives each graph a pool of its own); nothing tells when a graph is gone, so it stays for good.
-_captured: list[Any] = []
-
-
 class Layout:
     """What the plans of one layout, which differ in the number of rows, share."""
 
@@ -134,12 +127,8 @@ def enqueue(
     plan: Plan, a: TensorView, b: TensorView, out: TensorView, bias: TensorView | None, execution: Execution
 ) -> None:
     """Launch a plan on the execution's stream, on the device that is current."""
-    stream, geometry, scratch_pointer = execution.stream, plan.launch, 0
-    if geometry.scratch_bytes:
-        scratch = execution.allocate(geometry.scratch_bytes)
-        scratch_pointer = scratch.pointer
-        if isinstance(scratch.array, cupy.ndarray) and runtime.streamIsCapturing(stream):
-            _captured.append(scratch.array)
+    stream, geometry = execution.stream, plan.launch
+    scratch = scratch_memory(execution, geometry.scratch_bytes) if geometry.scratch_bytes else 0
     if plan.swapped:
         a, b = b, a
     for a_offset, b_offset, out_offset in plan.offsets:
@@ -148,7 +137,7 @@ def enqueue(
             b.pointer + b_offset,
             out.pointer + out_offset,
             0 if bias is None else bias.pointer,
-            scratch_pointer,
+            scratch,
             plan.params,
         )
         if plan.extended is not None:

@@ -7,10 +7,8 @@ refuses, and PyTorch's takes its own tensors alone.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from ..dispatch.backend import Execution, Kernel, Run
 from ..dispatch.plan_cache import PlanCache
@@ -19,6 +17,7 @@ from ..operations.scatter_sum.operation import SCATTER_SUM
 from ..operations.scatter_sum.problem import ScatterSumProblem
 from ..tensors import TensorView
 from ..vocabulary.dtypes import BF16, F16, F32, I64, DType
+from .block_launch import launch_block
 from .device import describe
 from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
@@ -160,14 +159,7 @@ class _Launch:
     shared_bytes: int
 
     def __call__(self, block: bytes, stream: int) -> None:
-        from cupy.cuda import driver
-
-        # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the
-        # driver copies the block before it returns.
-        held = ctypes.c_char_p(block)
-        driver.launchKernel(
-            self.function, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(held), 0
-        )
+        launch_block(self.function, self.grid, self.threads, self.shared_bytes, block, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +170,6 @@ class _Plan:
     phases: tuple[tuple[Phase, _Launch], ...]
     work: Work
     last: _Launch
-
-
-# Scratch memory that captured graphs refer to: see launch.py.
-_captured: list[Any] = []
 
 
 def _plan_for(problem: ScatterSumProblem, stream: int) -> _Plan:
@@ -208,16 +196,13 @@ def _out_pieces(problem: ScatterSumProblem) -> bool:
 
 def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView, execution: Execution) -> None:
     """Launch a plan on the execution's stream, on the device that is current. What one launch writes the next one reads."""
-    from cupy import ndarray
-    from cupy.cuda import runtime
+    from .current import scratch_memory
 
     problem, work, stream = plan.problem, plan.work, execution.stream
     keys = sources = 0
     if plan.phases:
-        scratch = execution.allocate(work.scratch_bytes)
-        if isinstance(scratch.array, ndarray) and runtime.streamIsCapturing(stream):
-            _captured.append(scratch.array)
-        *arrays, counts, totals, _ = (scratch.pointer + place for place in _places(problem.m))
+        scratch = scratch_memory(execution, work.scratch_bytes)
+        *arrays, counts, totals, _ = (scratch + place for place in _places(problem.m))
         for phase, launch in plan.phases:
             given, made = (arrays[2:], arrays[:2]) if phase.swapped else (arrays[:2], arrays[2:])
             keys, sources = made

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("cupy", reason="CuPy is not installed")
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cupy.cuda import driver, runtime
 
+from detkern.cu import current
 from detkern.cu.block_launch import BlockPlan, BlockRun, launch
 from detkern.dispatch.backend import Execution
 from detkern.errors import BuildError
@@ -101,6 +102,26 @@ def test_launches_behind_one_another_share_a_block_and_scratch(launches: list[tu
         (70, (4, 1, 1, 160, 1, 1, 99)), (71, (5, 1, 1, 64, 1, 1, 0)), (72, (6, 1, 1, 32, 1, 1, 0))
     ]  # fmt: skip
     assert [block for *_, block in launches] == [b"headown" + (0x1122334455667788).to_bytes(8, "little")] * 3
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_scratch_that_a_captured_graph_refers_to_is_kept(
+    capturing: bool, launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's pool would hand it to others while the graph may still be replayed."""
+
+    class Memory(cupy.ndarray):
+        pass
+
+    nothing = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device_id=0), 0)
+    memory = Memory.__new__(Memory, (0,), memptr=nothing)
+    view = TensorView(0x1122334455667788, (48,), (1,), F32, DEVICE, array=memory)
+    monkeypatch.setattr(runtime, "streamIsCapturing", lambda stream: capturing)
+    monkeypatch.setattr(current, "_captured", [])
+    plan = BlockPlan(_problem(7), 70, 4, 160, 99, b"own", ((71, 5, 64),), 48)
+    launch(_problem(7), lambda: plan, b"head", Execution(DEVICE, 9, lambda size: view))
+    assert len(launches) == 2
+    assert [kept is memory for kept in current._captured] == [True] * capturing
 
 
 def test_a_kernel_that_does_not_compile_is_tried_again(launches: list[tuple[Any, ...]]) -> None:

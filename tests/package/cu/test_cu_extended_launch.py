@@ -185,8 +185,8 @@ def runtime(bindings: cu_driver.Bindings, monkeypatch: pytest.MonkeyPatch) -> Ru
     fake = Runtime()
     for module in (current, launch):
         monkeypatch.setattr(module, "driver", fake)
-        monkeypatch.setattr(module, "runtime", fake)
-    monkeypatch.setattr(launch, "_captured", [])
+        monkeypatch.setattr(module, "runtime", fake, raising=False)
+    monkeypatch.setattr(current, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
     monkeypatch.setattr(launch, "load_function", lambda *arguments: Function)
     return fake

@@ -157,8 +157,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake.CUDADriverError = fake.CUDARuntimeError = _Fault  # type: ignore[attr-defined]
     for module in (current, launch):
         monkeypatch.setattr(module, "driver", fake)
-        monkeypatch.setattr(module, "runtime", fake)
-    monkeypatch.setattr(launch, "_captured", [])
+        monkeypatch.setattr(module, "runtime", fake, raising=False)
+    monkeypatch.setattr(current, "_captured", [])
     monkeypatch.setattr(launch, "describe", lambda index: CudaDevice(index, "fake", "", (9, 0), 132, "1"))
 
     class Function:
@@ -274,7 +274,7 @@ def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(
     assert sizes == [wanted, wanted]
     blocks = [one["params"] for one in driver.launches] + [one.params for one in bindings.launches]
     assert [struct.unpack_from("<5Q", block)[4] for block in blocks] == [0xABC00] * 2
-    assert len(launch._captured) == 1
+    assert len(current._captured) == 1
 
 
 _NULL = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device_id=0), 0)
