@@ -15,6 +15,7 @@
 //          rows' offsets; STRIDED: the same, a line 4 bytes longer.
 // Loads    MN_MAJOR wants the pointer, the row stride and the batch strides at multiples of 16 bytes; K_MAJOR the
 //          pointer and the column stride, and no batch. A line may end anywhere.
+#include "parts/elements.cuh"
 #include "parts/params.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
@@ -52,11 +53,6 @@ static_assert(SMEM_BYTES == OFFSETS_BYTES + STAGES * STAGE_BYTES, "shared memory
 static_assert(OFFSETS_BYTES % 16 == 0 && (LOAD == STRIDED || STAGE_BYTES % 16 == 0), "stages of vectors are aligned");
 static_assert(ROWS <= LOADERS, "a thread finds the offset of one row of a stage");
 
-DETKERN_INLINE int64_t quotient(int64_t dividend, int64_t divisor) {
-  if (((dividend | divisor) >> 32) == 0) return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
-  return dividend / divisor;
-}
-
 // The offset of a row in elements.
 DETKERN_INLINE int64_t row_offset(const ColumnSumParams& p, int64_t row) {
   if (p.batch_rank == 0) return row * p.row_stride;
@@ -70,19 +66,7 @@ DETKERN_INLINE int64_t row_offset(const ColumnSumParams& p, int64_t row) {
   return offset;
 }
 
-DETKERN_INLINE int clamp(int64_t value, int high) {
-  return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
-}
-
-template <int DTYPE>
-struct Bits {
-  using Type = uint16_t;
-};
-template <>
-struct Bits<F32> {
-  using Type = uint32_t;
-};
-using Element = Bits<OPERAND>::Type;
+using Element = StorageOf<OPERAND>::type;
 
 // Copies stages of the columns from `column0` on. Rows and columns past the end become zeros: no chain that is stored
 // reads them.
@@ -175,14 +159,6 @@ class StageCopy {
 
 // ---- the chain of one column --------------------------------------------------------------------------------------
 
-DETKERN_INLINE float widened(uint32_t bits) {
-  if constexpr (OPERAND == F32) {
-    return __uint_as_float(bits);
-  } else {
-    return upcast<OPERAND>(bits);
-  }
-}
-
 // Rows are read in groups, each group before the one ahead of it is added.
 constexpr int GROUP = 16;
 static_assert(ROWS % GROUP == 0, "whole groups");
@@ -220,7 +196,7 @@ struct Group {
     if constexpr (LOAD == K_MAJOR && OPERAND != F32) {
       return i % 2 == 0 ? upcast_low<OPERAND>(words[i / 2]) : upcast_high<OPERAND>(words[i / 2]);
     } else {
-      return widened(words[i]);
+      return widened<OPERAND>(words[i]);
     }
   }
 };

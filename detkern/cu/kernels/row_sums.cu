@@ -19,6 +19,7 @@
 // Columns  HELD: at most C * PIECES pieces of a row. A part of a row, and a row of WHOLE, has at most 2^18: the sum of its
 //          terms stays within 64 bits.
 #include "parts/aligned_sum.cuh"
+#include "parts/elements.cuh"
 #include "parts/team.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
@@ -57,15 +58,7 @@ constexpr int CROSS = C / LANES;                                           // wa
 static_assert(PIECE == 1 || PIECE * SIZE == 16, "a load is 16 bytes or an element");
 static_assert(THREADS % 32 == 0 && ROWS <= THREADS * ROWS_EACH && C % LANES == 0, "whole warps");
 
-template <int DTYPE>
-struct Bits {
-  using Type = uint16_t;
-};
-template <>
-struct Bits<F32> {
-  using Type = uint32_t;
-};
-using Element = Bits<OPERAND>::Type;
+using Element = StorageOf<OPERAND>::type;
 
 struct Shared {
   Extent extents[CROSS * ROWS > THREADS ? CROSS * ROWS : THREADS];
@@ -97,15 +90,6 @@ struct Place {
     }
   }
 };
-
-template <int COUNT>
-DETKERN_INLINE void load_piece(bool wanted, const Element* source, uint32_t (&words)[COUNT]) {
-  if constexpr (COUNT == 4) {
-    load_global_if(wanted, source, words);
-  } else {
-    if (wanted) words[0] = *source;
-  }
-}
 
 // A thread's pieces as they lie in memory, zeros where there is nothing.
 struct Pieces {

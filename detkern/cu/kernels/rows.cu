@@ -18,6 +18,7 @@
 //          STRIDED goes element by element. ACROSS too, neighbouring lanes in neighbouring rows, where those lie closer
 //          than columns.
 #include "parts/aligned_sum.cuh"
+#include "parts/elements.cuh"
 #include "parts/exponential.cuh"
 #include "parts/team.cuh"
 #include "ptx/barrier.cuh"
@@ -89,15 +90,7 @@ constexpr int RESIDENT = 65536 / (THREADS * REGISTERS);
 // Beyond the end of a row: changes no sum; for a softmax, no largest element either.
 constexpr uint32_t FILL = !HAS_LARGEST ? 0 : OPERAND == F32 ? 0xff800000u : OPERAND == F16 ? 0xfc00fc00u : 0xff80ff80u;
 
-template <int DTYPE>
-struct Bits {
-  using Type = uint16_t;
-};
-template <>
-struct Bits<F32> {
-  using Type = uint32_t;
-};
-using Element = Bits<OPERAND>::Type;
+using Element = StorageOf<OPERAND>::type;
 
 template <bool WIDE>
 struct SumOf {
@@ -182,16 +175,6 @@ struct Span {
   DETKERN_INLINE bool whole(int i) const { return i * STEP + PIECE <= left && (i > 0 || lead == 0); }
   DETKERN_INLINE bool has(int i, int j) const { return i * STEP + j < left && (i > 0 || j >= lead); }
 };
-
-// A whole piece where it is wanted: sixteen bytes, or one element.
-template <int COUNT>
-DETKERN_INLINE void load_piece(bool wanted, const Element* source, uint32_t (&words)[COUNT]) {
-  if constexpr (COUNT == 4) {
-    load_global_if(wanted, source, words);
-  } else {
-    if (wanted) words[0] = *source;
-  }
-}
 
 // A thread's pieces as they lie in memory, FILL where there is no column.
 struct Pieces {

@@ -12,6 +12,7 @@
 // Launch   THREADS threads, any grid (x alone): a CTA takes task blockIdx.x and every gridDim.x-th after it.
 // Memory   SMEM_BYTES of dynamic shared memory: STAGES stages of 8 KiB.
 // Loads    VECTOR wants the pointer and the row stride at multiples of 16 bytes and adjacent columns.
+#include "parts/elements.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/registers.cuh"
@@ -46,19 +47,7 @@ struct ScatterParams {
   int32_t width;         // columns of a task of a row with many sources: a power of two, at most WIDTH, at least PIECE
 };
 
-DETKERN_INLINE int clamp(int64_t value, int high) {
-  return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
-}
-
-template <int DTYPE>
-struct Bits {
-  using Type = uint16_t;
-};
-template <>
-struct Bits<F32> {
-  using Type = uint32_t;
-};
-using Element = Bits<OPERAND>::Type;
+using Element = StorageOf<OPERAND>::type;
 
 template <int BYTES>
 struct alignas(BYTES > 16 ? 16 : BYTES < 4 ? 4 : BYTES) Vector {
@@ -99,21 +88,6 @@ DETKERN_INLINE bool is_long(const ScatterParams& p, int64_t first, uint32_t row)
 }
 
 // ---- elements -----------------------------------------------------------------------------------------------------
-
-template <int DTYPE>
-DETKERN_INLINE float widened(uint32_t bits) {
-  if constexpr (DTYPE == F32) {
-    return __uint_as_float(bits);
-  } else {
-    return upcast<DTYPE>(bits);
-  }
-}
-
-DETKERN_INLINE float element(const void* data, int dtype, int64_t offset) {
-  if (dtype == F32) return static_cast<const float*>(data)[offset];
-  const uint32_t bits = static_cast<const uint16_t*>(data)[offset];
-  return dtype == F16 ? upcast<F16>(bits) : upcast<BF16>(bits);
-}
 
 // A piece of one source, as it lies there.
 struct SourcePiece {
@@ -170,7 +144,7 @@ class OutPiece {
       for (int i = 0; i < PIECE; ++i) acc[i] = __uint_as_float(vector.words[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) acc[i] = i < count_ ? element(p_.out, p_.out_dtype, offset_ + i * p_.out_col) : 0.0f;
+      for (int i = 0; i < PIECE; ++i) acc[i] = i < count_ ? load_any(p_.out, offset_ + i * p_.out_col, p_.out_dtype) : 0.0f;
     }
   }
 
@@ -385,7 +359,7 @@ DETKERN_INLINE void many_sources(const ScatterParams& p, char* shared, int64_t t
   Ring ring(p, shared, first, last, column0);
   const int64_t column = column0 + thread_index();
   const bool adds = thread_index() < p.width && column < p.n;
-  float acc = adds && p.accumulate ? element(p.out, p.out_dtype, row * p.out_row + column * p.out_col) : 0.0f;
+  float acc = adds && p.accumulate ? load_any(p.out, row * p.out_row + column * p.out_col, p.out_dtype) : 0.0f;
   const int64_t stages = ring.stages();
   int loaded = 0, added = 0;  // slots of the ring
   __syncthreads();            // an earlier task's last stage is added

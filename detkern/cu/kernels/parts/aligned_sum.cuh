@@ -1,35 +1,12 @@
-// What an aligned sum (docs/contracts.md) ends with, and the numbers that row operations read and write.
+// What an aligned sum (docs/contracts.md) ends with.
 #pragma once
 
-#include "ptx/numbers.cuh"
 #include "parts/team.cuh"
 
 constexpr int FRACTION_BITS = 43;  // of a sum's largest term
 
-DETKERN_INLINE int64_t quotient(int64_t dividend, int64_t divisor) {
-  if (((dividend | divisor) >> 32) == 0) return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
-  return dividend / divisor;
-}
-
 // 2^exponent, a normal number.
 DETKERN_INLINE float power(int exponent) { return __int_as_float((exponent + 127) << 23); }
-
-// One element of any type.
-DETKERN_INLINE float load_any(const void* data, int64_t offset, int dtype) {
-  if (dtype == F32) return static_cast<const float*>(data)[offset];
-  const uint16_t bits = static_cast<const uint16_t*>(data)[offset];
-  return dtype == F16 ? upcast<F16>(bits) : upcast<BF16>(bits);
-}
-
-// + 0, which also makes a NaN canonical, and one rounding.
-DETKERN_INLINE void store_any(void* data, int64_t offset, int dtype, float value) {
-  value = __fadd_rn(value, 0.0f);
-  if (dtype == F32) {
-    static_cast<float*>(data)[offset] = value;
-  } else {
-    static_cast<uint16_t*>(data)[offset] = dtype == F16 ? round_one<F16>(value) : round_one<BF16>(value);
-  }
-}
 
 // total * 2^(exponent - FRACTION_BITS), rounded once: what is below 2^-126 is a multiple of 2^-149 and has no more than
 // 23 bits.

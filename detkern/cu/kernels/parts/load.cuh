@@ -6,13 +6,10 @@
 // orders the asynchronous copies orders it as well. What lies outside the operand along k is zero.
 #pragma once
 
+#include "parts/elements.cuh"
 #include "parts/params.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/registers.cuh"
-
-DETKERN_INLINE int clamp(int64_t value, int high) {
-  return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
-}
 
 template <int LOAD, int EXTENT_MN, int EXTENT_K, int THREAD_COUNT>
 class TileCopy {

@@ -7,19 +7,11 @@
 // outputs, as 4 x 4 blocks spread over the warp's tile, so that a warp reads whole banks and writes whole sectors.
 #pragma once
 
+#include "parts/elements.cuh"
 #include "parts/params.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/registers.cuh"
-
-template <int DTYPE>
-struct StorageOf {
-  using type = uint16_t;
-};
-template <>
-struct StorageOf<F32> {
-  using type = uint32_t;
-};
 
 // Four elements in registers, as they came: PACKED 16-bit ones two to a register, gathered ones one each, since packing
 // would wait for the loads.
@@ -173,10 +165,6 @@ class OperandStage {
 
   DETKERN_INLINE int line() const { return thread_ / ALONG; }
   DETKERN_INLINE int chunk() const { return thread_ % ALONG; }
-
-  static DETKERN_INLINE int clamp(int64_t value, int high) {
-    return value < 0 ? 0 : value > high ? high : static_cast<int>(value);
-  }
 
   int thread_;
   const Element* pointer_;
