@@ -96,9 +96,8 @@ def convert(
         `module`; with report=True (module, ConversionReport).
 
     Raises:
-        ArgumentError: a name in `skip` that no layer of `module` has, or an argument of another kind; with accumulate=True,
-            layers that are converted without it; with strict=True, layers that cannot be converted, all of them named. Nothing
-            is changed.
+        ArgumentError: a name in `skip` that no layer of `module` has, or an argument of another kind; with strict=True,
+            layers that cannot be converted, all of them named. Nothing is changed.
         ContractUnsupported, DTypeError: as `detkern.torch.Linear`; nothing is changed.
     """
     wanted = Linear(1, 1, False, "meta", out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
@@ -119,12 +118,6 @@ def convert(
         skipped=tuple(name for key, (name, _) in names.items() if key in skipped),
         left=MappingProxyType(left),
     )
-    others = {names[key][0]: "" for key, part in parts.items() if isinstance(part, Contracted) and not part.accumulate}
-    if accumulate and others:
-        raise ArgumentError(
-            f"accumulate=True, and {_count(others)} of this model converted without it: {', '.join(others)}; revert "
-            "the model first, or name them in skip"
-        )
     if left and strict:
         raise ArgumentError(
             f"strict=True, and {_count(left)} cannot be converted; name in skip what may stay as it is: {_listed(left)}"

@@ -12,7 +12,6 @@ import pytest
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
-from detkern.errors import ArgumentError
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.vocabulary.contracts import FMA, TREE
 from detkern.vocabulary.dtypes import BF16, F32
@@ -266,16 +265,3 @@ def test_a_compiled_layer_is_compiled_anew() -> None:
     assert follows(layer, FMA, x)
     dt.revert(layer)
     assert plain(layer, x)
-
-
-def test_layers_that_are_converted_without_accumulators_are_not_marked_in_part() -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
-    dt.convert(model)
-    with pytest.raises(ArgumentError, match="1 layer of this model converted without it: 1; revert the model first"):
-        dt.convert(model, accumulate=True)
-    assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
-    dt.convert(model, accumulate=True, skip=["1"])
-    dt.convert(dt.revert(model), accumulate=True)
-    assert model[1].accumulate
-    dt.convert(model)
-    assert model[1].accumulate, "what is converted stays as it is"
