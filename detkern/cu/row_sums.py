@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
-from ..operations.matrix import Matrix
 from ..operations.rows.problem import RowKind, RowProblem
 from ..vocabulary.dtypes import BF16, F16, F32, DType
 from .loader import KernelBuild
 
-__all__ = ["SOURCE", "Phase", "SumLaunch", "SumTile", "builds", "choose", "pack_params", "serves", "tiles"]
+__all__ = ["SOURCE", "Phase", "SumLaunch", "SumTile", "builds", "choose", "pack_params", "tiles"]
 
 SOURCE = "row_sums.cu"
 MAX_SUM_RANK = 62
@@ -141,18 +140,13 @@ def builds() -> list[KernelBuild]:
     return [*found, _finishing()]
 
 
-def _aligned(matrix: Matrix, *strides: int) -> bool:
-    unit = 16 // matrix.dtype.itemsize
-    return matrix.alignment == 16 and not any(stride % unit for stride in (*strides, *matrix.batch_strides))
-
-
 def _lies(problem: RowProblem) -> tuple[bool, bool]:
     """Whether pieces are of one row, and whether they are 16 bytes. Strides along a size of 1 are 0 in a problem."""
     a = problem.a
     along = problem.m == 1 or not 0 < abs(a.row_stride) < abs(a.col_stride)
     if along:
-        return True, a.col_stride == 1 and _aligned(a, a.row_stride)
-    return False, a.row_stride == 1 and _aligned(a, a.col_stride)
+        return True, a.col_stride == 1 and a.aligned(a.row_stride)
+    return False, a.row_stride == 1 and a.aligned(a.col_stride)
 
 
 def choose(
@@ -201,11 +195,6 @@ def _tiles_of_rows(problem: RowProblem, tile: SumTile) -> int:
     """Pieces of rows do not go from one batch index to the next."""
     each = 1 if tile.along else tile.piece(problem.a.dtype)
     return -(-(prod(problem.batch) * -(-problem.m // each)) // tile.across)
-
-
-def serves(problem: RowProblem, multiprocessors: int) -> bool:
-    """Whether this kernel computes it, and not rows.cu."""
-    return choose(problem, multiprocessors) is not None
 
 
 def pack_params(problem: RowProblem, launch: SumLaunch) -> bytes:

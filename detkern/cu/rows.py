@@ -163,12 +163,6 @@ def _wide(problem: RowProblem) -> Matrix:
     return problem.out if problem.kind.spreads else problem.a
 
 
-def _in_step(matrix: Matrix) -> bool:
-    """Whether all rows begin at multiples of 16 bytes. Strides along a size of 1 are 0 in a problem."""
-    unit = 16 // matrix.dtype.itemsize
-    return matrix.alignment == 16 and not any(stride % unit for stride in (matrix.row_stride, *matrix.batch_strides))
-
-
 def _along_rows(problem: RowProblem) -> bool:
     """Whether neighbouring rows lie closer than neighbouring columns."""
     wide = _wide(problem)
@@ -192,8 +186,9 @@ def load_path(problem: RowProblem) -> RowLoad:
 
 def holds(problem: RowProblem, tile: RowTile) -> bool:
     """Whether the tile's threads have all columns of a row at once. A row that begins within a piece needs a piece more."""
-    if tile.load == RowLoad.VECTOR and not _in_step(_wide(problem)):
-        return problem.n + 16 // _wide(problem).dtype.itemsize - 1 <= tile.columns
+    wide = _wide(problem)
+    if tile.load == RowLoad.VECTOR and not wide.aligned(wide.row_stride):
+        return problem.n + 16 // wide.dtype.itemsize - 1 <= tile.columns
     return problem.n <= tile.columns
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..dispatch.backend import Execution, Kernel, Run
 from ..dispatch.plan_cache import PlanCache
+from ..operations.matrix import Matrix
 from ..operations.problem import Operands
 from ..operations.scatter_sum.operation import SCATTER_SUM
 from ..operations.scatter_sum.problem import ScatterSumProblem
@@ -79,8 +80,11 @@ def builds() -> list[KernelBuild]:
 
 def takes_pieces(problem: ScatterSumProblem) -> bool:
     """Whether every source begins at a multiple of 16 bytes and its columns are adjacent."""
-    source = problem.source
-    return source.alignment == 16 and source.col_stride == 1 and source.row_stride * source.dtype.itemsize % 16 == 0
+    return _in_pieces(problem.source)
+
+
+def _in_pieces(matrix: Matrix) -> bool:
+    return matrix.col_stride == 1 and matrix.aligned(matrix.row_stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +192,6 @@ def _plan_for(problem: ScatterSumProblem, stream: int) -> _Plan:
     return _Plan(problem, phases, work, launch(build, work.grid, THREADS))
 
 
-def _out_pieces(problem: ScatterSumProblem) -> bool:
-    """Whether a piece's columns of out can be written at once."""
-    out = problem.out
-    return out.alignment == 16 and out.col_stride == 1 and out.row_stride * out.dtype.itemsize % 16 == 0
-
-
 def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView, execution: Execution) -> None:
     """Launch a plan on the execution's stream, on the device that is current. What one launch writes the next one reads."""
     from .current import scratch_memory
@@ -220,7 +218,7 @@ def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView
             problem.m, problem.n, problem.rows,
             problem.source.row_stride, problem.source.col_stride, problem.out.row_stride, problem.out.col_stride,
             work.few, work.long_tasks, work.tasks, work.units, work.pieces, work.column_tasks,
-            problem.out.dtype.code, int(problem.accumulate), int(_out_pieces(problem)), work.width,
+            problem.out.dtype.code, int(problem.accumulate), int(_in_pieces(problem.out)), work.width,
         ),
         stream,
     )  # fmt: skip

@@ -25,6 +25,11 @@ class Matrix:
     col_stride: int
     alignment: int
 
+    def aligned(self, *strides: int) -> bool:
+        """Whether the address, these strides and those of the batch are multiples of 16 bytes."""
+        unit = 16 // self.dtype.itemsize
+        return self.alignment == 16 and not any(stride % unit for stride in (*strides, *self.batch_strides))
+
 
 @dataclass(frozen=True, slots=True)
 class Vector:
