@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
 from . import functional, gradients, main_grads, route, rows
 
 __all__ = ["expand", "expanded", "sum_to", "watched"]
@@ -29,11 +28,7 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dy: Any) -> Any:
         main_grad = ctx.main_grad
         if main_grad is not None:
-            if torch.is_grad_enabled():
-                raise ArgumentError(
-                    "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: "
-                    "detkern.torch.revert(model) before create_graph=True"
-                )
+            main_grads.need_no_graph("detkern.torch.revert(model) before create_graph=True")
             asked = main_grads.asked(ctx.next_functions, main_grad)
             if asked is False:
                 return None, None, None

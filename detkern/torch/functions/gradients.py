@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import api
-from ...errors import ArgumentError
 from ...operations.gemm.gradient import GradientProduct, Layout, linear_gradient, matmul_gradient
 from . import eager, main_grads, products, route
 from .registration import Op
@@ -99,13 +98,9 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
     needs_x, needs_weight, needs_bias = (*ctx.needs_input_grad, False)[:3]
     settings: Settings = ctx.settings
     main_grad, bias_main_grad = settings.main_grad, settings.bias_main_grad
-    if (main_grad is not None or bias_main_grad is not None) and torch.is_grad_enabled():
-        raise ArgumentError(
-            "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: call "
-            "linear without accumulate where create_graph=True"
-        )
     functions = ()
     if main_grad is not None or bias_main_grad is not None:
+        main_grads.need_no_graph("call linear without accumulate where create_graph=True")
         functions = ctx.next_functions
         # A compiler traces every backward as a call of torch.autograd.grad for all there is, so what is asked for shows only
         # when its graph runs, and the ops that accumulate look then.

@@ -29,6 +29,7 @@ __all__ = [
     "mark",
     "marked",
     "need_module",
+    "need_no_graph",
     "running_destination",
     "zero",
 ]
@@ -53,6 +54,14 @@ def mark(parameter: Any, on: bool = True) -> None:
 def marked(parameter: Any) -> bool:
     """Whether `mark` has been called for it."""
     return getattr(parameter, _MARK, False)
+
+
+def need_no_graph(instead: str) -> None:
+    """ArgumentError in a backward that is itself recorded. instead: what to do then."""
+    if torch.is_grad_enabled():
+        raise ArgumentError(
+            f"accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: {instead}"
+        )
 
 
 def _leaves(functions: Any) -> list[Any]:

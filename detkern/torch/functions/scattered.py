@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
 from ...operations.scatter_sum.call import scatter_sum
 from . import batching, main_grads, route
 from .registration import Op, call
@@ -91,11 +90,7 @@ def _take_gradient(ctx: Any, dy: Any) -> tuple[Any]:
     (index,) = ctx.saved_tensors
     main_grad = ctx.main_grad
     if main_grad is not None:
-        if torch.is_grad_enabled():
-            raise ArgumentError(
-                "accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: call "
-                "embedding without accumulate where create_graph=True"
-            )
+        main_grads.need_no_graph("call embedding without accumulate where create_graph=True")
         # What a compiled backward is asked for shows only when its graph runs: see gradients.py.
         if type(dy) is torch.Tensor:
             asked = main_grads.asked(ctx.next_functions, main_grad)
