@@ -164,6 +164,16 @@ def _compile(case: Case) -> tuple[str, str]:
     return compile_build(build, case.architecture, case.tile in DISASSEMBLED)
 
 
+Builds = dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]
+
+
+def _compiling(builds: list[tuple[str, loader.KernelBuild]]) -> Iterator[Builds]:
+    """The futures of builds, each for an architecture, worked on by two processes while the tests take them in order."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {(architecture, build): pool.submit(compile_build, build, architecture) for architecture, build in builds}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[dict[Case, Future[tuple[str, str]]]]:
     """The futures of all cases, worked on by two processes while the tests take them in order."""
@@ -292,17 +302,15 @@ SUMS = [("sm_90a", build) for build in column_sum.builds()] + [
 
 
 @pytest.fixture(scope="module")
-def compiled_sums() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in SUMS}
-        pool.shutdown(cancel_futures=True)
+def compiled_sums() -> Iterator[Builds]:
+    yield from _compiling(SUMS)
 
 
 @pytest.mark.parametrize(("architecture", "build"), SUMS, ids=str)
 def test_the_bias_gradient_compiles_within_bounds(
     architecture: str,
     build: loader.KernelBuild,
-    compiled_sums: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+    compiled_sums: Builds,
 ) -> None:
     log, code = compiled_sums[architecture, build].result()
     macros = dict(build.macros)
@@ -328,17 +336,15 @@ SCATTERED = [("sm_90a", build) for build in scatter_sum.builds()[:7]] + [
 
 
 @pytest.fixture(scope="module")
-def compiled_scattered() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in SCATTERED}
-        pool.shutdown(cancel_futures=True)
+def compiled_scattered() -> Iterator[Builds]:
+    yield from _compiling(SCATTERED)
 
 
 @pytest.mark.parametrize(("architecture", "build"), SCATTERED, ids=str)
 def test_the_scattered_sum_compiles_within_bounds(
     architecture: str,
     build: loader.KernelBuild,
-    compiled_scattered: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+    compiled_scattered: Builds,
 ) -> None:
     log, code = compiled_scattered[architecture, build].result()
     macros = dict(build.macros)
@@ -391,17 +397,15 @@ ROWS = list(dict.fromkeys(_rows_to_compile()))
 
 
 @pytest.fixture(scope="module")
-def compiled_rows() -> Iterator[dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {(arch, build): pool.submit(compile_build, build, arch) for arch, build in ROWS}
-        pool.shutdown(cancel_futures=True)
+def compiled_rows() -> Iterator[Builds]:
+    yield from _compiling(ROWS)
 
 
 @pytest.mark.parametrize(("architecture", "build"), ROWS, ids=str)
 def test_the_row_operations_compile_within_bounds(
     architecture: str,
     build: loader.KernelBuild,
-    compiled_rows: dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]],
+    compiled_rows: Builds,
 ) -> None:
     log, code = compiled_rows[architecture, build].result()
     macros = dict(build.macros)
