@@ -83,7 +83,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
-    from ..cu import column_sum, rows, scatter_sum
+    from ..cu import column_sum, linear_logp, rows, scatter_sum
     from ..cu.ahead import builds, compile_ahead
     from ..cu.backend import offered
     from ..cu.device import describe, missing
@@ -109,7 +109,9 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported)
-    others = [] if contracts else column_sum.builds() + rows.builds(capability) + scatter_sum.builds()
+    others = (
+        [] if contracts else column_sum.builds() + rows.builds(capability) + scatter_sum.builds() + linear_logp.builds()
+    )
     wanted = builds(asked, capability) + others
     start = time.perf_counter()
     count = processes or len(os.sched_getaffinity(0))

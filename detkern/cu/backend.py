@@ -14,6 +14,7 @@ from .column_sum import Sums
 from .device import SEEN, describe, missing
 from .gemm import Products
 from .implementation import CudaImplementation
+from .linear_logp import Deltas, Folds, Merges
 from .rows import Rows
 from .scatter_sum import ScatterSums
 
@@ -34,11 +35,15 @@ class CudaBackend:
     deterministic = True
 
     def __init__(self) -> None:
+        products = Products()
         every: tuple[CudaImplementation[Any], ...] = (
-            Products(),
+            products,
             Sums(),
             Rows(),
             ScatterSums(),
+            Folds(products),
+            Merges(),
+            Deltas(products),
         )
         self.implementations: Mapping[type[Any], CudaImplementation[Any]] = {
             implementation.operation.problem: implementation for implementation in every
