@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...abi import mirror
+from ...abi.descriptors import logp_descriptors
 from ...tensors.view import TensorView
 from ...vocabulary import operands as generator
 from ...vocabulary.contracts import CONTRACTS, FMA, MMA16, Contract
 from ...vocabulary.dtypes import BF16, F16, F32, INDICES, DType
 from ..memory import matrix_array, vector_array
-from ..operation import Operation, PublicCall, Sample
+from ..operation import Descriptor, Operation, PublicCall, Sample
 from ..problem import Operands
 from .problem import (
     PARTS,
@@ -255,6 +257,26 @@ def _merge_samples(variant: str, dtype: DType, kind: str, seed: int) -> Iterator
             yield _merge_sample(kind, shards, m, targets, seed + number, (m + number) % 2 == 0)
 
 
+_POINTERS = ("hidden", "weight", "target", "bias", "grads", "state", "out")
+
+
+def _fold_addresses(operands: Operands, out: TensorView) -> tuple[int, ...]:
+    hidden, weight, target, bias = (0 if view is None else view.pointer for view in operands)
+    return hidden, weight, target, bias, 0, out.pointer, 0
+
+
+def _delta_addresses(operands: Operands, out: TensorView) -> tuple[int, ...]:
+    hidden, weight, target, state, grads, bias = (0 if view is None else view.pointer for view in operands)
+    return hidden, weight, target, bias, grads, state, out.pointer
+
+
+def _descriptor(code: int, operation: str, addresses: Callable[[Operands, TensorView], tuple[int, ...]]) -> Descriptor[Any]:
+    return Descriptor(
+        code, {f"{operation}-{contract}": contract.code for contract in BY_CONTRACT}, mirror.LogpDescriptor, _POINTERS,
+        addresses, logp_descriptors, lambda problem, tiles: "blocks of at most 256 rows and 8 MB of logits",
+    )  # fmt: skip
+
+
 FOLD: Operation[FoldProblem] = Operation(
     name="linear_logp",
     problem=FoldProblem,
@@ -271,6 +293,7 @@ FOLD: Operation[FoldProblem] = Operation(
     call=lambda variant: PublicCall(
         _MODULE, "fold", ("hidden", "weight", "target", "bias"), {"contract": str(_contract(variant))}
     ),
+    descriptor=_descriptor(5, "linear_logp", _fold_addresses),
 )
 
 MERGE: Operation[MergeProblem] = Operation(
@@ -309,4 +332,5 @@ DELTA: Operation[DeltaProblem] = Operation(
         ("hidden", "weight", "target", "state", "grads", "bias"),
         {"contract": str(_contract(variant))},
     ),
+    descriptor=_descriptor(6, "linear_logp_delta", _delta_addresses),
 )
