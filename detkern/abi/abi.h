@@ -51,8 +51,8 @@ enum detkern_operation {
   DETKERN_OPERATION_BLOCK_SCALED_GEMM = 2, /* detkern_block_scaled_descriptor */
   DETKERN_OPERATION_BIAS_GRADIENT = 3,     /* detkern_column_sum_descriptor */
   DETKERN_OPERATION_ROWS = 4,              /* detkern_row_descriptor */
-  DETKERN_OPERATION_LOGP = 5,              /* detkern_logp_descriptor: rows of logits folded into states */
-  DETKERN_OPERATION_LOGP_DELTA = 6,        /* detkern_logp_descriptor: the gradient of logits */
+  DETKERN_OPERATION_LINEAR_LOGP = 5,              /* detkern_logp_descriptor: rows of logits folded into states */
+  DETKERN_OPERATION_LINEAR_LOGP_DELTA = 6,        /* detkern_logp_descriptor: the gradient of logits */
 };
 
 /* The row operations; a backward one is its forward's value plus 5. */

@@ -44,7 +44,7 @@ constexpr auto offers() {
   all[size++] = {DETKERN_OPERATION_BLOCK_SCALED_GEMM, DETKERN_FP8_BLOCK128, types(DETKERN_E4M3, DETKERN_E5M2)};
   all[size++] = {DETKERN_OPERATION_BIAS_GRADIENT, 0, FLOATS};
   for (uint32_t kind = FIRST_ROW; kind <= LAST_ROW; ++kind) all[size++] = {DETKERN_OPERATION_ROWS, kind, FLOATS};
-  for (const uint32_t operation : {DETKERN_OPERATION_LOGP, DETKERN_OPERATION_LOGP_DELTA})
+  for (const uint32_t operation : {DETKERN_OPERATION_LINEAR_LOGP, DETKERN_OPERATION_LINEAR_LOGP_DELTA})
     for (const Product& product : LOGITS) all[size++] = {operation, uint32_t(product.contract), product.dtypes};
   return all;
 }
@@ -309,8 +309,8 @@ int32_t detkern_run(uint32_t operation, const void* descriptor) {
     case DETKERN_OPERATION_BLOCK_SCALED_GEMM: return with_descriptor(block_scaled_gemm, descriptor);
     case DETKERN_OPERATION_BIAS_GRADIENT: return with_descriptor(column_sum, descriptor);
     case DETKERN_OPERATION_ROWS: return with_descriptor(rows, descriptor);
-    case DETKERN_OPERATION_LOGP: return with_descriptor(logp, descriptor, false);
-    case DETKERN_OPERATION_LOGP_DELTA: return with_descriptor(logp, descriptor, true);
+    case DETKERN_OPERATION_LINEAR_LOGP: return with_descriptor(logp, descriptor, false);
+    case DETKERN_OPERATION_LINEAR_LOGP_DELTA: return with_descriptor(logp, descriptor, true);
     default: return unknown_operation(operation);
   }
 }

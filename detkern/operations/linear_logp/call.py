@@ -140,8 +140,11 @@ def linear_logp_merge(
         ignore_index, return_lse, return_entropy, backend, check: as in `linear_logp`. The entropy needs states that were
             made with return_entropy.
 
-    Returns, raises:
+    Returns:
         As `linear_logp`, of the framework of states.
+
+    Raises:
+        As `linear_logp`; ShapeError also where states and target do not fit.
     """
     shape = _shape(states, "states")
     given = _shape(target, "target")
