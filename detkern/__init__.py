@@ -23,5 +23,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
     "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-    "gemm_da", "gemm_db", "get_op", "linear", "linear_logp", "linear_logp_merge", "linear_logp_partial", "list_ops", "preload", "rows", "scatter_sum",
+    "gemm_da", "gemm_db", "get_op", "linear", "linear_logp", "linear_logp_merge", "linear_logp_partial", "list_ops",
+    "preload", "rows", "scatter_sum",
 ]  # fmt: skip

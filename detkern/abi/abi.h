@@ -153,7 +153,8 @@ typedef struct {
   void *stream;
 } detkern_block_scaled_descriptor;
 
-/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or out */
+/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or
+ * out */
 typedef struct {
   uint64_t size;
   int32_t operand_dtype; /* f32, f16 or bf16 */
@@ -172,9 +173,9 @@ typedef struct {
   void *stream;
 } detkern_column_sum_descriptor;
 
-/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two operands are
- * those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and mean_square, a of
- * their backward kinds. */
+/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two
+ * operands are those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and
+ * mean_square, a of their backward kinds. */
 typedef struct {
   uint64_t size;
   int32_t kind; /* detkern_row_kind */
@@ -196,10 +197,11 @@ typedef struct {
   void *stream;
 } detkern_row_descriptor;
 
-/* linear_logp of docs/contracts.md over rows `start` to start + n of the weight of a vocabulary, logits = contract(hidden[m, k],
- * weight[n, k]) + bias[n]. LOGP: state[0:3, m] = (m, s, w), the state of these columns, which are whole parts of the vocabulary;
- * state[3 + i, m] = the logit of target i, -inf where it is not among them. LOGP_DELTA: out[m, n] = the gradient of the logits
- * from state[0:3, m], of the whole vocabulary, and grads[targets + 1 + entropy, m]. States and grads are f32. */
+/* linear_logp of docs/contracts.md over rows `start` to start + n of the weight of a vocabulary. logits =
+ * contract(hidden[m, k], weight[n, k]) + bias[n]. LINEAR_LOGP: state[0:3, m] = (m, s, w), the state of these columns,
+ * which are whole parts of the vocabulary; state[3 + i, m] = the logit of target i, -inf where it is not among them.
+ * LINEAR_LOGP_DELTA: out[m, n] = the gradient of the logits from state[0:3, m], of the whole vocabulary, and
+ * grads[targets + 1 + entropy, m]. States and grads are f32. */
 typedef struct {
   uint64_t size;
   int32_t contract;
@@ -209,7 +211,7 @@ typedef struct {
   int32_t target_size; /* 4 or 8: int32 or int64 */
   int32_t targets;     /* of a row */
   int32_t entropy;     /* 1: w is computed, or grads have a line for the entropy; else w is +0 */
-  int32_t dense;       /* bit 0: state's lines are m numbers apart, whatever state_line_stride says; bit 1: those of grads */
+  int32_t dense;       /* bit 0: state's lines are m numbers apart, its line stride is not read; bit 1: those of grads */
   int32_t device;
   int32_t threads;
   float tau, cap, inverse; /* 1 / temperature, the softcap and its inverse; 0: no such step */
@@ -238,8 +240,8 @@ DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabiliti
 DETKERN_EXPORT int32_t detkern_offers(detkern_offer *offers, uint64_t capacity, uint64_t *count);
 /* Computes an operation, or enqueues it on the descriptor's stream. */
 DETKERN_EXPORT int32_t detkern_run(uint32_t operation, const void *descriptor);
-/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no field
- * for it. */
+/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no
+ * field for it. */
 DETKERN_EXPORT int32_t detkern_scratch(uint32_t operation, const void *descriptor, uint64_t *bytes);
 /* Devices and their memory, for callers that have no framework at hand; detkern_copy waits for all work on the device
  * first and for the copy afterwards. Memory of the host is memory of the device where host_memory is 1. */

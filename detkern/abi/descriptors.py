@@ -1,4 +1,5 @@
-"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the next."""
+"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the
+next."""
 
 from __future__ import annotations
 
@@ -10,10 +11,16 @@ from ..operations.matrix import Matrix, batch_offsets
 from ..operations.rows.problem import RowProblem
 from . import mirror
 
-__all__ = ["block_scaled_descriptors", "column_sum_descriptors", "gemm_descriptors", "logp_descriptors", "row_descriptors"]
+__all__ = [
+    "block_scaled_descriptors",
+    "column_sum_descriptors",
+    "gemm_descriptors",
+    "logp_descriptors",
+    "row_descriptors",
+]
 
-# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in the
-# structure's order.
+# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in
+# the structure's order.
 Templates = list[tuple[bytes, tuple[int, ...]]]
 
 

@@ -1,4 +1,5 @@
-"""The classic operator of log-probabilities: `get_op("linear_logp")`, and under the name that batch-invariant libraries have for it."""
+"""The classic operator of log-probabilities: `get_op("linear_logp")`, and under the name that batch-invariant libraries
+have for it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def get_op(name: str, *, contract: str | None = None, backend: str | None = None
         backend: the name of the one backend to use, instead of the first that takes the call.
 
     Raises:
-        ArgumentError: there is no such operator or backend, or the backend is not deterministic; it names those there are.
+        ArgumentError: there is no such operator or backend, or the backend is not deterministic; it names those there
+            are.
         ContractUnsupported: there is no such contract.
     """
     op = _OPS.get(name) if isinstance(name, str) else None

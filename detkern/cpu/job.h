@@ -26,8 +26,8 @@ struct Bias {
   bool along_rows;  // one value for each row of the tile instead of each column
 };
 
-// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a side
-// too thin to fill the vector lanes that run along j is exchanged with the other.
+// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a
+// side too thin to fill the vector lanes that run along j is exchanged with the other.
 struct Job {
   Side a, b;
   int64_t k;
@@ -120,7 +120,8 @@ void run_tree_mma16(const Job& job);
 void run_fp8_block128(const Job& job);
 void run_column_sum(const SumJob& job);
 void run_rows(const RowJob& job);
-// Their products take memory of their own, block by block: what they throw may find the results of earlier rows in `out`.
+// Their products take memory of their own, block by block: what they throw may find the results of earlier rows in
+// `out`.
 void run_logp_fold(const LogpJob& job);
 void run_logp_delta(const LogpJob& job);
 

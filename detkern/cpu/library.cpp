@@ -104,7 +104,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   job.out_dtype = d->out_dtype;
   job.out_row_stride = d->out_row_stride * out_size;
   job.out_col_stride = d->out_col_stride * out_size;
-  if (d->bias_dtype) job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
+  if (d->bias_dtype)
+    job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
   exchange_thin(job);
@@ -114,7 +115,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
 int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
   if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
     return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
   if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
   if (d->k % 128) return fail(DETKERN_UNSUPPORTED, "k = %lld is not a multiple of 128", static_cast<long long>(d->k));
@@ -170,8 +172,8 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
   return run(run_column_sum, job);
 }
 
-RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride, const int64_t* batch_strides,
-                       int batch_rank, bool one_a_row) {
+RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride,
+                       const int64_t* batch_strides, int batch_rank, bool one_a_row) {
   const int64_t size = itemsize(dtype);
   RowOperand operand{};
   operand.data = static_cast<char*>(const_cast<void*>(data));
@@ -191,7 +193,8 @@ int32_t rows(const detkern_row_descriptor* d) {
   if (!is_output_type(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
   if (two ? !is_output_type(d->b_dtype) : d->b_dtype != 0)
     return fail(DETKERN_UNSUPPORTED, "b_dtype %d of row operation %d", d->b_dtype, d->kind);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
   if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
     return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
@@ -210,8 +213,10 @@ int32_t rows(const detkern_row_descriptor* d) {
   job.batch_rank = d->batch_rank;
   job.batch_shape = d->batch_shape;
   job.a = row_operand(d->a, d->a_dtype, d->a_row_stride, d->a_col_stride, d->a_batch_strides, d->batch_rank, spreads);
-  if (two) job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
-  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides, d->batch_rank, reduces);
+  if (two)
+    job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
+  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides,
+                        d->batch_rank, reduces);
   job.threads = d->threads;
   return run(run_rows, job);
 }
@@ -219,7 +224,8 @@ int32_t rows(const detkern_row_descriptor* d) {
 int32_t logp(const detkern_logp_descriptor* d, bool gradient) {
   const Product* product = std::find_if(std::begin(LOGITS), std::end(LOGITS),
                                         [&](const Product& known) { return known.contract == d->contract; });
-  if (product == std::end(LOGITS)) return fail(DETKERN_UNSUPPORTED, "linear_logp has no contract of code %d", d->contract);
+  if (product == std::end(LOGITS))
+    return fail(DETKERN_UNSUPPORTED, "linear_logp has no contract of code %d", d->contract);
   if (d->operand_dtype < 0 || d->operand_dtype > 63 || !(product->dtypes >> d->operand_dtype & 1))
     return fail(DETKERN_UNSUPPORTED, "contract %d does not take operands of type %d", d->contract, d->operand_dtype);
   if (d->bias_dtype && !is_output_type(d->bias_dtype))
@@ -230,8 +236,9 @@ int32_t logp(const detkern_logp_descriptor* d, bool gradient) {
     return fail(DETKERN_UNSUPPORTED, "targets of %d bytes are not int32 or int64", d->target_size);
   if (d->m < 0 || d->n < 0 || d->k < 0 || d->targets < 0) return fail(DETKERN_INVALID, "negative m, n, k or targets");
   if (d->start < 0 || d->n > d->vocabulary || d->start > d->vocabulary - d->n)
-    return fail(DETKERN_INVALID, "columns %lld to %lld are not within a vocabulary of %lld", static_cast<long long>(d->start),
-                static_cast<long long>(d->start + d->n), static_cast<long long>(d->vocabulary));
+    return fail(DETKERN_INVALID, "columns %lld to %lld are not within a vocabulary of %lld",
+                static_cast<long long>(d->start), static_cast<long long>(d->start + d->n),
+                static_cast<long long>(d->vocabulary));
   if (d->m == 0 || (gradient && d->n == 0)) return DETKERN_OK;
   if (!d->state || (d->targets && !d->target) || (gradient && (!d->out || !d->grads)) ||
       (d->n && d->k && (!d->hidden || !d->weight)) || (d->n && d->bias_dtype && !d->bias))
@@ -340,7 +347,8 @@ int32_t detkern_allocate(int32_t, uint64_t bytes, void** pointer) {
   using namespace detkern;
   last_error[0] = 0;
   *pointer = std::malloc(bytes ? bytes : 1);
-  return *pointer ? int32_t(DETKERN_OK) : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
+  return *pointer ? int32_t(DETKERN_OK)
+                  : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
 }
 
 int32_t detkern_free(int32_t, void* pointer) {

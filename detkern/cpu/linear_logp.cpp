@@ -1,7 +1,8 @@
-// linear_logp of docs/contracts.md: a product leaves a block of logits in scratch memory, in binary32, and its rows are folded
-// into states, or become the gradient of these logits.
+// linear_logp of docs/contracts.md: a product leaves a block of logits in scratch memory, in binary32, and its rows are
+// folded into states, or become the gradient of these logits.
 //
-// Blocks are of at most 256 rows, whole units wide, and of one part where they are folded; how they are cut changes no bit.
+// Blocks are of at most 256 rows, whole units wide, and of one part where they are folded; how they are cut changes no
+// bit.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

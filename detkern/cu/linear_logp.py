@@ -1,8 +1,9 @@
-"""linear_logp on CUDA by products: a product leaves a block of finished logits in scratch memory, and linear_logp.cu folds it, or
-makes the gradient of its logits of it. So every contract and device that has products has linear_logp, whatever their tiles are.
+"""linear_logp on CUDA by products: a product leaves a block of finished logits in scratch memory, and linear_logp.cu
+folds it, or makes the gradient of its logits of it. So every contract and device that has products has linear_logp,
+whatever their tiles are.
 
-Blocks are divided so that scratch memory stays within SCRATCH_BYTES (where 64 rows of 256 columns are no more); none of the
-choices here can change a bit.
+Blocks are divided so that scratch memory stays within SCRATCH_BYTES (where 64 rows of 256 columns are no more); none of
+the choices here can change a bit.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def builds() -> list[KernelBuild]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Columns whose logits are in scratch memory at one time: from `column` on, and the groups of four units that they are.
+    """Columns whose logits are in scratch memory at one time: from `column` on, and the groups of four units that they
+    are.
 
     node: the number of the first group among those of the shard, of which every part has as many as a whole part.
     """
@@ -91,7 +93,8 @@ def row_pieces(m: int, groups: int) -> Iterator[tuple[int, int]]:
 
 
 def blocks(problem: FoldProblem, rows: int) -> Iterator[Block]:
-    """The blocks of a fold of so many rows: all columns at once where they fit, else pieces of a part of whole groups."""
+    """The blocks of a fold of so many rows: all columns at once where they fit, else pieces of a part of whole
+    groups."""
     groups = _part_groups(problem)
     if 4 * rows * problem.n <= _LOGITS_BYTES and problem.count * groups <= _MOST_GROUPS:
         if problem.n:
@@ -120,7 +123,8 @@ class _Logits:
         self._runs: dict[GemmProblem, Run] = {}
 
     def __call__(
-        self, hidden: TensorView, weight: TensorView, bias: TensorView | None, first: int, columns: int, out: TensorView,
+        self, hidden: TensorView, weight: TensorView, bias: TensorView | None, first: int, columns: int,
+        out: TensorView,
         execution: Execution,
     ) -> None:  # fmt: skip
         """out = the logits of hidden's rows over `columns` rows of weight from `first` on."""
@@ -152,8 +156,8 @@ def _launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, st
 
     facts = describe(device.index)
     function = load_function(device.index, facts.capability, build_for(phase), stream)
-    # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the driver
-    # copies the block before it returns.
+    # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the
+    # driver copies the block before it returns.
     held = ctypes.c_char_p(params)
     driver.launchKernel(function.ptr, *grid, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(held), 0)
 
@@ -189,8 +193,8 @@ def _packed(
     parts: tuple[int, int] = (0, PARTS),
     shards: int = 1,
 ) -> bytes:
-    """LogpParams. rows: the first one and how many. logits, nodes: pointers, and the logits' row stride. state, grads: pointers to row
-    0 and layouts. out: pointer, strides of rows (of RESULTS: lines) and columns (rows), type."""
+    """LogpParams. rows: the first one and how many. logits, nodes: pointers, and the logits' row stride. state, grads:
+    pointers to row 0 and layouts. out: pointer, strides of rows (of RESULTS: lines) and columns (rows), type."""
     row, count = rows
     lines = problem.target
     lined, lines_of_grads = state[1], None if grads is None else grads[1]
@@ -204,7 +208,8 @@ def _packed(
         count, logits[1],
         lines.row_stride, lines.col_stride,
         lined.batch_strides[0] if lined.batch_strides else 0, lined.row_stride, lined.col_stride,
-        0 if lines_of_grads is None else lines_of_grads.row_stride, 0 if lines_of_grads is None else lines_of_grads.col_stride,
+        0 if lines_of_grads is None else lines_of_grads.row_stride,
+        0 if lines_of_grads is None else lines_of_grads.col_stride,
         out[1], out[2],
         problem.vocabulary, PARTS * -(-problem.vocabulary // UNIT), column, columns, node, part_groups,
         0 if isinstance(problem, FoldProblem) else problem.ignore_index,
@@ -236,8 +241,8 @@ class Folds(CudaImplementation[FoldProblem]):
         )
 
     def prepare(self, problem: FoldProblem, execution: Execution) -> Run:
-        """What enqueues all launches. Nothing waits for the device and nothing is read back: once the kernels have been loaded, the
-        call can be captured into a graph."""
+        """What enqueues all launches. Nothing waits for the device and nothing is read back: once the kernels have been
+        loaded, the call can be captured into a graph."""
         logits_of = _Logits(problem, self._products)
 
         def enqueue(given: FoldProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
@@ -253,7 +258,8 @@ class Folds(CudaImplementation[FoldProblem]):
             held = _scratch(execution, 4 * most * pitch + 12 * most * given.count * groups + 16)
             nodes = held.pointer + 4 * most * pitch
             common: dict[str, Any] = {
-                "nodes": nodes, "state": (out.pointer, given.out), "part_groups": groups, "parts": (given.first, given.count),
+                "nodes": nodes, "state": (out.pointer, given.out), "part_groups": groups, "parts": (given.first,
+                given.count),
             }  # fmt: skip
             for rows in pieces:
                 row, count = rows

@@ -1,4 +1,5 @@
-"""exp and log of docs/contracts.md in exact rational arithmetic, with the constants of that page, and what is made of single roundings."""
+"""exp and log of docs/contracts.md in exact rational arithmetic, with the constants of that page, and what is made of
+single roundings."""
 
 from __future__ import annotations
 

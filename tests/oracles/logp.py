@@ -1,4 +1,5 @@
-"""linear_logp of docs/contracts.md, "linear_logp", in exact rational arithmetic, a row at a time. Scalars, slow, plain."""
+"""linear_logp of docs/contracts.md, "linear_logp", in exact rational arithmetic, a row at a time. Scalars, slow,
+plain."""
 
 from __future__ import annotations
 

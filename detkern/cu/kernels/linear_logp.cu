@@ -1,10 +1,11 @@
-// linear_logp (docs/contracts.md) from blocks of finished logits, binary32, that a product has left in scratch memory: any
-// contract and device that has products.
+// linear_logp (docs/contracts.md) from blocks of finished logits, binary32, that a product has left in scratch memory:
+// any contract and device that has products.
 //
-// PHASE. FOLD: a block to the states of groups of four units, 256 columns of a part. MERGE: the groups of a shard to its
-// state. RESULTS: the states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its logits.
-// Launch. 256 threads. FOLD: grid (ceil(rows / 8), groups), a warp a row, eight lanes a unit. MERGE: grid ceil(rows / 32), a
-// warp a part. RESULTS: grid ceil(rows / 256). DELTA: grid (rows, ceil(columns / 2048)).
+// PHASE. FOLD: a block to the states of groups of four units, 256 columns of a part. MERGE: the groups of a shard to
+// its state. RESULTS: the states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its
+// logits.
+// Launch. 256 threads. FOLD: grid (ceil(rows / 8), groups), a warp a row, eight lanes a unit. MERGE: grid
+// ceil(rows / 32), a warp a part. RESULTS: grid ceil(rows / 256). DELTA: grid (rows, ceil(columns / 2048)).
 // Memory. No dynamic shared memory. `nodes`: [groups][3][rows] binary32, written by FOLD, read by MERGE.
 #include "parts/logp_state.cuh"
 #include "ptx/numbers.cuh"
@@ -49,7 +50,8 @@ DETKERN_INLINE int64_t part_edge(const LogpParams& p, int part) {
 }
 
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
-  return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes), __shfl_xor_sync(~0u, state.w, lanes)};
+  return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
+          __shfl_xor_sync(~0u, state.w, lanes)};
 }
 
 // The sum of a unit's 64: of columns 8 j + lane, j first (bits 3, 4, 5), then the lanes (bits 0, 1, 2).

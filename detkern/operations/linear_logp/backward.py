@@ -1,4 +1,5 @@
-"""The gradients of linear_logp: blocks of the logits' gradient, made again from hidden and weight, and the products of these."""
+"""The gradients of linear_logp: blocks of the logits' gradient, made again from hidden and weight, and the products of
+these."""
 
 from __future__ import annotations
 
@@ -40,13 +41,14 @@ def gradients(
     Args:
         hidden, weight, target, bias: the forward's, hidden [M, D], target [M] or [M, K].
         state: float32 [3 or more, M], `linear_logp_partial`'s of the whole vocabulary.
-        grads: float32 [K + 1 or K + 2, M], the gradients of the log-probabilities, of lse and, if it was asked for, of the
-            entropy.
+        grads: float32 [K + 1 or K + 2, M], the gradients of the log-probabilities, of lse and, if it was asked for, of
+            the entropy.
         wanted: which of the three.
-        weight_out, bias_out: float32 [V, D] and [V], which these two gradients are added to, going on with the chains over
-            rows; None: new arrays, of the operand's type.
+        weight_out, bias_out: float32 [V, D] and [V], which these two gradients are added to, going on with the chains
+            over rows; None: new arrays, of the operand's type.
 
-    Memory beside operands and results: a block of the logits' gradient, at most BLOCK_BYTES where 64 columns are no more, and at most
+    Memory beside operands and results: a block of the logits' gradient, at most BLOCK_BYTES where 64 columns are no
+        more, and at most
     four float32 arrays of hidden's shape.
     """
     (m, depth), vocabulary = tuple(hidden.shape), weight.shape[0]

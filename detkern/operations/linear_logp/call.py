@@ -33,7 +33,8 @@ def linear_logp(
     backend: str | None = None,
     check: bool = False,
 ) -> Any:
-    """log softmax(hidden @ weight.T + bias) at each row's targets, without the logits (docs/contracts.md, "linear_logp").
+    """log softmax(hidden @ weight.T + bias) at each row's targets, without the logits (docs/contracts.md,
+    "linear_logp").
 
     Its bits are not those of `log_softmax` of a layer's logits: a rollout and a trainer that shall agree both use this.
 
@@ -45,15 +46,16 @@ def linear_logp(
         temperature: logits are multiplied by 1 / temperature.
         softcap: c in c tanh(logit / c), before temperature. None: none.
         ignore_index: a target whose log-probability is +0.
-        return_lse, return_entropy: give the logarithm of the sum of exponentials of the scaled logits, and the entropy of their softmax, [..], too.
+        return_lse, return_entropy: give the logarithm of the sum of exponentials of the scaled logits, and the entropy
+            of their softmax, [..], too.
         contract: "mma16" or "fma"; default as in `detkern.gemm`.
         backend: as in `detkern.gemm`; "native" has no such op.
-        check: raise ArgumentError for a target outside of [0, V) that is not ignored, which waits for the device. Without,
-            the log-probability of such a target is NaN.
+        check: raise ArgumentError for a target outside of [0, V) that is not ignored, which waits for the device.
+            Without, the log-probability of such a target is NaN.
 
     Returns:
-        New float32 arrays of hidden's framework: the log-probabilities in target's shape, or the tuple (log-probabilities[,
-        lse][, entropy]).
+        New float32 arrays of hidden's framework: the log-probabilities in target's shape, or the tuple
+        (log-probabilities[, lse][, entropy]).
 
     Raises:
         ShapeError, DTypeError, ArgumentError, DeviceError: arguments that do not fit.
@@ -133,12 +135,12 @@ def linear_logp_merge(
     """The results of `linear_logp` from the states of the shards of a vocabulary, bit for bit those of the whole.
 
     Args:
-        states: float32 [P, 3 + K, M], what `linear_logp_partial` gave on the shards, in their order, P = 1, 2, 4 or 8: as
-            an all-gather puts them together.
+        states: float32 [P, 3 + K, M], what `linear_logp_partial` gave on the shards, in their order, P = 1, 2, 4 or 8:
+            as an all-gather puts them together.
         target: [..] or [.., K] as there; M rows.
         vocab_size: V of the whole.
-        ignore_index, return_lse, return_entropy, backend, check: as in `linear_logp`. The entropy needs states that were
-            made with return_entropy.
+        ignore_index, return_lse, return_entropy, backend, check: as in `linear_logp`. The entropy needs states that
+            were made with return_entropy.
 
     Returns:
         As `linear_logp`, of the framework of states.
@@ -180,7 +182,8 @@ def fold(
     contract: str | None = None,
     backend: str | None = None,
 ) -> Any:
-    """The state [3 + K, M] of hidden [M, D] over the columns of weight, for target [M] or [M, K]; else `linear_logp_partial`."""
+    """The state [3 + K, M] of hidden [M, D] over the columns of weight, for target [M] or [M, K]; else
+    `linear_logp_partial`."""
     scaling = scaling_of(temperature, softcap)
     _settings(out_dtype, backend)
     call = Call(((hidden, "hidden"), (weight, "weight"), (target, "target"), (bias, "bias")), out)
@@ -189,7 +192,8 @@ def fold(
     planned = plan_fold(
         rows, matrix, columns_of, column, call.out,
         vocabulary=columns if vocab_size is None else _whole("vocab_size", vocab_size),
-        start=_whole("vocab_start", vocab_start), scaling=scaling, entropy=bool(entropy), contract=contract, backend=backend,
+        start=_whole("vocab_start", vocab_start), scaling=scaling, entropy=bool(entropy), contract=contract,
+        backend=backend,
     )  # fmt: skip
     return call.complete(planned)
 
@@ -206,8 +210,8 @@ def merge(
     out_dtype: Any = "float32",
     backend: str | None = None,
 ) -> Any:
-    """logp of each target, lse and, where it is asked for, entropy, [K + 1 or K + 2, M], of states [P, 3 + K, M] and target
-    [M] or [M, K]. lines: K + 2 asks for entropy too."""
+    """logp of each target, lse and, where it is asked for, entropy, [K + 1 or K + 2, M], of states [P, 3 + K, M] and
+    target [M] or [M, K]. lines: K + 2 asks for entropy too."""
     _settings(out_dtype, backend)
     call = Call(((states, "states"), (target, "target")), out)
     if lines is not None and len(call.views[0].shape) == 3:
@@ -241,8 +245,10 @@ def delta(
     """The gradient of the logits before scaling, [M, N], of the columns of weight [N, D] from vocab_start on.
 
     Args:
-        state: [3 or more, M], `fold`'s of the whole vocabulary. grads: [K + 1 or K + 2, M], those of what `merge` gives.
-        hidden, target, bias, temperature, softcap, contract: as the forward had them; any columns of weight, not just shards.
+        state: [3 or more, M], `fold`'s of the whole vocabulary. grads: [K + 1 or K + 2, M], those of what `merge`
+            gives.
+        hidden, target, bias, temperature, softcap, contract: as the forward had them; any columns of weight, not just
+            shards.
         out, out_dtype: as in `detkern.gemm`; default hidden's type.
     """
     scaling = scaling_of(temperature, softcap)
@@ -299,7 +305,8 @@ def _flattened(hidden: Any, target: Any) -> tuple[Any, Any, tuple[int, ...]]:
         flat = (m, given[-1])
     else:
         raise ShapeError(
-            f"target has shape {list(given)}; hidden {list(shape)} needs {list(lead)}, or {[*lead, 'K']} for K targets a row"
+            f"target has shape {list(given)}; hidden {list(shape)} needs {list(lead)}, or {[*lead, 'K']} for K "
+            f"targets a row"
         )
     return _reshaped(hidden, "hidden", shape, (m, shape[-1])), _reshaped(target, "target", given, flat), lead
 
@@ -332,7 +339,8 @@ def check_targets(target: Any, vocabulary: int, ignore_index: int) -> None:
     outside = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
     if bool(outside.any()):
         raise ArgumentError(
-            f"target has columns outside of [0, {vocabulary}) that are not ignore_index={ignore_index}; mask them, or leave "
+            f"target has columns outside of [0, {vocabulary}) that are not ignore_index={ignore_index}; mask "
+            f"them, or leave "
             "check out, which makes their log-probabilities NaN"
         )
 

@@ -147,7 +147,8 @@ def plan_merge(
     targets = target.shape[1] if len(target.shape) == 2 else 1
     if len(states.shape) != 3 or states.shape[0] not in (1, 2, 4, 8):
         raise ShapeError(
-            f"states has shape {list(states.shape)}; linear_logp_merge needs [P, 3 + K, M], the states of P = 1, 2, 4 or 8 "
+            f"states has shape {list(states.shape)}; linear_logp_merge needs [P, 3 + K, M], the states of P = "
+            f"1, 2, 4 or 8 "
             "shards in their order"
         )
     if len(target.shape) not in (1, 2) or target.shape[0] != m or states.shape[1] != STATE + targets:
@@ -227,7 +228,8 @@ def _check_product(hidden: TensorView, weight: TensorView, target: TensorView, b
         raise DTypeError(f"hidden is {hidden.dtype}; linear_logp takes float32, float16 and bfloat16")
     if weight.dtype != hidden.dtype:
         raise DTypeError(
-            f"hidden is {hidden.dtype} and weight is {weight.dtype}, and operands of different types are not mixed: cast "
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}, and operands of different types are not "
+            f"mixed: cast "
             f"weight to {hidden.dtype} or hidden to {weight.dtype}"
         )
     _check_target(target)
@@ -260,6 +262,7 @@ def _not_a_shard(vocabulary: int, start: int, columns: int) -> str:
         f"{shards}: {', '.join(str(edges[i]) for i in range(0, PARTS + 1, PARTS // shards))}" for shards in (1, 2, 4, 8)
     )
     return (
-        f"weight has the columns {start} to {start + columns} of a vocabulary of {vocabulary}, which are no shard of it; the "
+        f"weight has the columns {start} to {start + columns} of a vocabulary of {vocabulary}, which are no "
+        f"shard of it; the "
         f"edges of shards are, by their number, {cuts}"
     )

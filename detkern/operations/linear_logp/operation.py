@@ -39,7 +39,8 @@ IGNORED = -100  # what ignore_index is by default, as in PyTorch
 BY_CONTRACT = (FMA, MMA16)
 _MODULE = "detkern.operations.linear_logp.call"
 
-# Rows, vocabulary, depth, targets: less than a unit, parts that are empty or short, an odd number of units, several parts.
+# Rows, vocabulary, depth, targets: less than a unit, parts that are empty or short, an odd number of units, several
+# parts.
 _CASES = ((3, 1, 8, 1), (16, 9, 33, 2), (17, 130, 24, 1), (5, 700, 17, 3))
 _SHAPES = (
     (1, 1, 1, 1),
@@ -270,7 +271,9 @@ def _delta_addresses(operands: Operands, out: TensorView) -> tuple[int, ...]:
     return hidden, weight, target, bias, grads, state, out.pointer
 
 
-def _descriptor(code: int, operation: str, addresses: Callable[[Operands, TensorView], tuple[int, ...]]) -> Descriptor[Any]:
+def _descriptor(
+    code: int, operation: str, addresses: Callable[[Operands, TensorView], tuple[int, ...]]
+) -> Descriptor[Any]:
     return Descriptor(
         code, {f"{operation}-{contract}": contract.code for contract in BY_CONTRACT}, mirror.LogpDescriptor, _POINTERS,
         addresses, logp_descriptors, lambda problem, tiles: "blocks of at most 256 rows and 8 MB of logits",

@@ -1,4 +1,5 @@
-"""The problems of linear_logp: the fold of logits into states, the merge of states into results, and the gradient of logits.
+"""The problems of linear_logp: the fold of logits into states, the merge of states into results, and the gradient of
+logits.
 
 What both kernels and replays need to know of the vocabulary's division is here too: docs/contracts.md, "linear_logp".
 """
@@ -13,7 +14,8 @@ from ...vocabulary.contracts import Contract
 from ..matrix import Matrix, Vector, alignment_of, matrix_of, plain_matrix
 
 __all__ = [
-    "PARTS", "PLAIN", "STATE", "UNIT", "DeltaProblem", "FoldProblem", "MergeProblem", "Scaling", "delta_problem", "fold_problem",
+    "PARTS", "PLAIN", "STATE", "UNIT", "DeltaProblem", "FoldProblem", "MergeProblem", "Scaling", "delta_problem",
+    "fold_problem",
     "merge_problem", "part_edges", "shard_parts",
 ]  # fmt: skip
 
@@ -23,14 +25,16 @@ STATE = 3  # numbers of a row's state before its targets' logits: m, s, w
 
 
 def part_edges(vocabulary: int) -> tuple[int, ...]:
-    """The nine edges of the eight parts: multiples of 8 ceil(V / 64), none above V. Later parts may be short or empty."""
+    """The nine edges of the eight parts: multiples of 8 ceil(V / 64), none above V. Later parts may be short or
+    empty."""
     length = PARTS * -(-vocabulary // UNIT)
     return tuple(min(i * length, vocabulary) for i in range(PARTS + 1))
 
 
 def shard_parts(vocabulary: int, start: int, columns: int) -> tuple[int, int] | None:
-    """The first part and the number of parts of the columns [start, start + columns), where these are one of 1, 2, 4 or 8
-    equal groups of parts; else None. Of several that fit, because parts are empty, the largest group, then the first."""
+    """The first part and the number of parts of the columns [start, start + columns), where these are one of 1, 2, 4 or
+    8 equal groups of parts; else None. Of several that fit, because parts are empty, the largest group, then the
+    first."""
     edges = part_edges(vocabulary)
     for count in (8, 4, 2, 1):
         for first in range(0, PARTS, count):
@@ -72,7 +76,8 @@ def _bias(bias: TensorView | None) -> Vector | None:
 
 
 def _wider(lines: Matrix, m: int, more: int) -> Matrix:
-    """Lines of `m` numbers for rows, or a stack of them, one behind the other: the same of `more`. Others stay as they are."""
+    """Lines of `m` numbers for rows, or a stack of them, one behind the other: the same of `more`. Others stay as they
+    are."""
     if lines.row_stride != m or lines.col_stride != 1:
         return lines
     return replace(lines, row_stride=more, batch_strides=tuple(stride // m * more for stride in lines.batch_strides))
@@ -80,8 +85,8 @@ def _wider(lines: Matrix, m: int, more: int) -> Matrix:
 
 @dataclass(frozen=True, slots=True)
 class FoldProblem:
-    """out[0:3, m] = (m, s, w) of the row's logits over the columns [start, start + n) of a vocabulary, out[3 + j, m] = the logit
-    of its target j, -inf where that column is not among these.
+    """out[0:3, m] = (m, s, w) of the row's logits over the columns [start, start + n) of a vocabulary, out[3 + j, m] =
+    the logit of its target j, -inf where that column is not among these.
 
     logits: contract(hidden[m, :], weight[column, :]) + bias[column], then `scaling`.
     first, count: the vocabulary's parts that the columns are. entropy: whether w is computed; else it is +0.
@@ -123,8 +128,8 @@ class FoldProblem:
 
 @dataclass(frozen=True, slots=True)
 class MergeProblem:
-    """out[j, m] = logp of target j, out[targets, m] = lse, out[targets + 1, m] = entropy where it is asked for, from the states
-    [shards, 3 + targets, m] of a vocabulary. All are float32."""
+    """out[j, m] = logp of target j, out[targets, m] = lse, out[targets + 1, m] = entropy where it is asked for, from
+    the states [shards, 3 + targets, m] of a vocabulary. All are float32."""
 
     operation: ClassVar[str] = "linear_logp_merge"
 
@@ -162,10 +167,11 @@ class MergeProblem:
 
 @dataclass(frozen=True, slots=True)
 class DeltaProblem:
-    """out[m, n] = the gradient of the product's elements, which are the logits before scaling, of the columns [start, start + n).
+    """out[m, n] = the gradient of the product's elements, which are the logits before scaling, of the columns [start,
+    start + n).
 
-    state: float32 [at least 3, m], as the whole vocabulary's fold gave it. grads: float32 [targets + 1, or targets + 2 with
-    entropy, m], the gradients of what MergeProblem gives.
+    state: float32 [at least 3, m], as the whole vocabulary's fold gave it. grads: float32 [targets + 1, or targets + 2
+    with entropy, m], the gradients of what MergeProblem gives.
     """
 
     operation: ClassVar[str] = "linear_logp_delta"
@@ -229,7 +235,8 @@ def fold_problem(
     scaling: Scaling,
     entropy: bool,
 ) -> FoldProblem:
-    """The problem of views that already fit: hidden [M, D], weight [N, D], target [M] or [M, K], bias [N], out [3 + K, M]."""
+    """The problem of views that already fit: hidden [M, D], weight [N, D], target [M] or [M, K], bias [N], out [3 + K,
+    M]."""
     return FoldProblem(
         contract=contract,
         device=out.device,
@@ -281,7 +288,8 @@ def delta_problem(
     ignore_index: int,
     scaling: Scaling,
 ) -> DeltaProblem:
-    """The problem of views that already fit: as `fold_problem`, state [3 or more, M], grads [K + 1 or K + 2, M], out [M, N]."""
+    """The problem of views that already fit: as `fold_problem`, state [3 or more, M], grads [K + 1 or K + 2, M], out
+    [M, N]."""
     sizes = _sizes(hidden, weight, target)
     return DeltaProblem(
         contract=contract,

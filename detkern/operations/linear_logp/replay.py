@@ -1,5 +1,5 @@
-"""linear_logp in NumPy: the definition one can run, to be read beside docs/contracts.md. gemm/replay.py says what a caller has
-to see to."""
+"""linear_logp in NumPy: the definition one can run, to be read beside docs/contracts.md. gemm/replay.py says what a
+caller has to see to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Log-probabilities from hidden states, with gradients: `linear_logp`, and the loss that is made of it, `linear_cross_entropy`.
+"""Log-probabilities from hidden states, with gradients: `linear_logp`, and the loss that is made of it,
+`linear_cross_entropy`.
 
-The arithmetic is that of `detkern.linear_logp`, forward and backward; logits are never kept. The op gives the results of each
-row as lines, [K + 1 or K + 2, M], and the rows' states, which its backward needs.
+The arithmetic is that of `detkern.linear_logp`, forward and backward; logits are never kept. The op gives the results
+of each row as lines, [K + 1 or K + 2, M], and the rows' states, which its backward needs.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ def linear_logp(
     """log softmax(hidden @ weight.T + bias) at each row's targets, with gradients, without ever making the logits.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, ignore_index, return_lse, return_entropy, backend, check: as in
-            `detkern.linear_logp`.
-        accumulate: add the gradients of weight and bias to their `main_grad`, as in `detkern.torch.linear`: micro-batches of
-            multiples of 16 rows, in order, give the bits of the whole batch.
+        hidden, weight, target, bias, temperature, softcap, ignore_index, return_lse, return_entropy, backend, check: as
+            in `detkern.linear_logp`.
+        accumulate: add the gradients of weight and bias to their `main_grad`, as in `detkern.torch.linear`:
+            micro-batches of multiples of 16 rows, in order, give the bits of the whole batch.
         contract: as in `detkern.linear_logp`; it is read now and holds for the backward too.
 
     Returns:
-        float32 tensors: the log-probabilities in target's shape, or the tuple (log-probabilities[, lse][, entropy]). Gradients
-        of hidden, weight and bias go through all of them; they cannot be differentiated again.
+        float32 tensors: the log-probabilities in target's shape, or the tuple (log-probabilities[, lse][, entropy]).
+        Gradients of hidden, weight and bias go through all of them; they cannot be differentiated again.
 
     Raises:
-        As `detkern.linear_logp`; ArgumentError, with accumulate, where a parameter that requires grad has no fitting main_grad.
+        As `detkern.linear_logp`; ArgumentError, with accumulate, where a parameter that requires grad has no fitting
+        main_grad.
     """
     if not isinstance(hidden, torch.Tensor) and has_torch_function((hidden, weight, target, bias)):
         return handle_torch_function(
@@ -85,7 +87,8 @@ def linear_logp(
     frozen = route.freeze(contract, hidden.dtype, hidden.device)
     arguments = (
         hidden if hidden.dim() == 2 else hidden.reshape(m, hidden.shape[-1]), weight, columns, bias, main_grad,
-        bias_main_grad, float(temperature), None if softcap is None else float(softcap), int(ignore_index), bool(return_entropy),
+        bias_main_grad, float(temperature), None if softcap is None else float(softcap), int(ignore_index),
+        bool(return_entropy),
         frozen, backend,
     )  # fmt: skip
     lines, _ = call(LOGP, arguments, arguments[0], weight, bias)
@@ -118,8 +121,9 @@ def linear_cross_entropy(
 
     Args:
         target: [..], a column for each row.
-        reduction: "none": -`linear_logp`, [..], +0 where target is ignored; "sum": `detkern.torch.sum` of that, exact up to one
-            rounding; "mean": that divided once by the number of targets that are not ignored, NaN where there is none.
+        reduction: "none": -`linear_logp`, [..], +0 where target is ignored; "sum": `detkern.torch.sum` of that, exact
+            up to one rounding; "mean": that divided once by the number of targets that are not ignored, NaN where there
+            is none.
         All others: as in `linear_logp`.
 
     Returns:
@@ -198,7 +202,8 @@ def _backward(ctx: Any, dlines: Any, dstate: Any) -> tuple[Any, ...]:
     plain = type(dlines) is torch.Tensor
     if plain and torch.is_grad_enabled():
         raise ArgumentError(
-            "the gradients of linear_logp cannot be differentiated: leave create_graph=True out, or take the gradient of "
+            "the gradients of linear_logp cannot be differentiated: leave create_graph=True out, or take the "
+            "gradient of "
             "log_softmax(linear(...))"
         )
     outs = list(ctx.main_grads)
@@ -293,7 +298,8 @@ _BY = "str? contract=None, str? backend=None"
 
 LOGP = Op(
     "linear_logp",
-    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, Tensor? main_grad=None, Tensor? bias_main_grad=None, "
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, Tensor? main_grad=None, Tensor? "
+    "bias_main_grad=None, "
     f"{_SCALING}, bool entropy=False, {_BY}) -> (Tensor, Tensor)",
     _forward,
     _fake,

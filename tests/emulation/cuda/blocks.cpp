@@ -1,4 +1,5 @@
-// A kernel of one block of parameters, named by KERNEL, as a function of the host: every CTA of a grid, one after the other.
+// A kernel of one block of parameters, named by KERNEL, as a function of the host: every CTA of a grid, one after the
+// other.
 #include KERNEL
 
 extern "C" void emulation_launch(const void* params, unsigned columns, unsigned rows) {

@@ -1,5 +1,5 @@
-"""linear_logp on a GPU against the replay's bits: the cases of its records, scaled logits, blocks of every size, neighbours, shards,
-gradients through PyTorch, and graphs."""
+"""linear_logp on a GPU against the replay's bits: the cases of its records, scaled logits, blocks of every size,
+neighbours, shards, gradients through PyTorch, and graphs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_shards() -> None:
         for shards in (1, 2, 4, 8):
             cuts = [slice(edges[i * 8 // shards], edges[(i + 1) * 8 // shards]) for i in range(shards)]
             states = torch.stack([
-                detkern.linear_logp_partial(hidden, weight[c], target, bias[c], vocab_start=c.start, vocab_size=vocabulary)
+                detkern.linear_logp_partial(hidden, weight[c], target, bias[c], vocab_start=c.start,
+                vocab_size=vocabulary)
                 for c in cuts
             ])  # fmt: skip
             merged = detkern.linear_logp_merge(

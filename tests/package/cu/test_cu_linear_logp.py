@@ -1,5 +1,5 @@
-"""linear_logp.cu compiled for the host, behind the launches that would start it, bit for bit against the replay: indices, how
-blocks divide the vocabulary and the rows, barriers and shuffles. Products are the replay's."""
+"""linear_logp.cu compiled for the host, behind the launches that would start it, bit for bit against the replay:
+indices, how blocks divide the vocabulary and the rows, barriers and shuffles. Products are the replay's."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_every_case_of_the_records(contract: Any, execution: Execution) -> None:
     every = [
         (operation, variant, dtype, build)
         for operation, build in (
-            (FOLD, linear_logp.Folds(Products())), (DELTA, linear_logp.Deltas(Products())), (MERGE, linear_logp.Merges())
+            (FOLD, linear_logp.Folds(Products())), (DELTA, linear_logp.Deltas(Products())), (MERGE,
+             linear_logp.Merges())
         )
         for variant, dtypes in operation.variants.items()
         for dtype in dtypes

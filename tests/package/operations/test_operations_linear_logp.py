@@ -1,4 +1,5 @@
-"""linear_logp: the replay against exact rational arithmetic, every rule of it broken on purpose, and what may not change a bit."""
+"""linear_logp: the replay against exact rational arithmetic, every rule of it broken on purpose, and what may not
+change a bit."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def logits() -> Iterator[tuple[str, np.ndarray]]:
 def of_row(
     module: Any, row: np.ndarray, targets: np.ndarray, scaling: Scaling, grads: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """What a version of the replay makes of a row of logits, which are the products of a weight [V, 1] and 1: the state, the
-    results and the gradient of the logits with entropy, and the state and the gradient without."""
+    """What a version of the replay makes of a row of logits, which are the products of a weight [V, 1] and 1: the
+    state, the results and the gradient of the logits with entropy, and the state and the gradient without."""
     one, weight, vocabulary = np.ones((1, 1), np.float32), row[:, None], len(row)
     found = {}
     for entropy in (True, False):
@@ -170,13 +171,15 @@ BROKEN = [
     ("LOWEST = np.float32(-104)", "LOWEST = np.float32(-100)"),
     ("LOWEST = np.float32(-104)", "LOWEST = np.float32(-np.inf)"),
     ("(edges := part_edges(vocabulary))", "(edges := [min(i * -(-vocabulary // 8), vocabulary) for i in range(9)])"),
-    ("(edges := part_edges(vocabulary))", "(edges := [min(i * 64 * -(-vocabulary // 512), vocabulary) for i in range(9)])"),
+    ("(edges := part_edges(vocabulary))",
+     "(edges := [min(i * 64 * -(-vocabulary // 512), vocabulary) for i in range(9)])"),
     ("np.fmax.reduce(y, axis=-1, initial=np.float32(-np.inf))", "np.max(y, axis=-1)"),
     ("np.where(np.isneginf(m)[..., None], y, y - m[..., None])", "y - m[..., None]"),
     ("_sum(e * np.maximum(d, LOWEST))", "_sum(e * d)"),
     ("states = pairs + states[len(pairs) * 2 :]", "states = states[len(pairs) * 2 :] + pairs"),
     ("swap = right[0] > left[0]", "swap = right[0] < left[0]"),
-    ("np.where(low[0] == high[0], np.float32(0), np.maximum(low[0] - high[0], LOWEST))", "np.maximum(low[0] - high[0], LOWEST)"),
+    ("np.where(low[0] == high[0], np.float32(0), np.maximum(low[0] - high[0], LOWEST))",
+     "np.maximum(low[0] - high[0], LOWEST)"),
     ("s = fma(low[1], f, high[1])", "s = add(low[1] * f, high[1])"),
     ("fma(f, fma(distance, low[1], low[2]), high[2])", "add(f * fma(distance, low[1], low[2]), high[2])"),
     ("fma(f, fma(distance, low[1], low[2]), high[2])", "fma(f, add(distance * low[1], low[2]), high[2])"),
@@ -190,9 +193,11 @@ BROKEN = [
     ("y = y * np.float32(scaling.tau)", "y = y"),
     ("_logp((y - m) - log_s,", "_logp(y - (m + log_s),"),
     ("np.where(valid, m + log_s, np.float32(np.nan))", "m + log_s"),
-    ("np.where(valid, log_s - w / s, np.float32(np.nan))", "np.where(valid, log_s - w * (np.float32(1) / s), np.float32(np.nan))"),
+    ("np.where(valid, log_s - w / s, np.float32(np.nan))",
+     "np.where(valid, log_s - w * (np.float32(1) / s), np.float32(np.nan))"),
     ("valid = np.isfinite(m) & ~np.isnan(s)", "valid = ~np.isnan(s)"),
-    ("np.where(target == ignore_index, np.float32(0), values)", "np.where((target == ignore_index) & valid, np.float32(0), values)"),
+    ("np.where(target == ignore_index, np.float32(0), values)",
+     "np.where((target == ignore_index) & valid, np.float32(0), values)"),
     ("np.where(valid & ~outside, values, np.float32(np.nan))", "np.where(valid, values, np.float32(np.nan))"),
     ("given = np.where(ignored, np.float32(0), grads[:targets].T)", "given = grads[:targets].T"),
     ("total = total + given[:, j]", "total = given[:, j] + total * 0"),
@@ -201,7 +206,8 @@ BROKEN = [
     ("back = -grads[targets + 1]", "back = grads[targets + 1]"),
     ("factor = fma(back, log_s - w / s, factor)", "factor = add(back * (log_s - w / s), factor)"),
     ("distance = np.maximum(d, LOWEST) - log_s[:, None]", "distance = d - log_s[:, None]"),
-    ("x = fma(np.broadcast_to(back[:, None], y.shape), distance,", "x = add(np.broadcast_to(back[:, None], y.shape) * distance,"),
+    ("x = fma(np.broadcast_to(back[:, None], y.shape), distance,",
+     "x = add(np.broadcast_to(back[:, None], y.shape) * distance,"),
     ("value[line, target[line, j] - start] += given[line, j]", "value[line, target[line, j] - start] = given[line, j]"),
     ("value = value * np.float32(scaling.tau)", "value = value"),
     ("value = value * fma(-tangent, tangent, np.ones_like(tangent))", "value = value * (1 - tangent * tangent)"),
@@ -224,7 +230,8 @@ def test_a_rule_broken_on_purpose_is_noticed(rule: str, other: str, every: list[
         assert noticed(broken, every)
 
 
-# ---- products, shards and what calls give ------------------------------------------------------------------------------
+# ---- products, shards and what calls give
+# ------------------------------------------------------------------------------
 
 
 def drawn(m: int, vocabulary: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -260,7 +267,8 @@ def test_shards_have_the_bits_of_the_whole(vocabulary: int, entropy: bool) -> No
         cuts = [slice(edges[i * 8 // shards], edges[(i + 1) * 8 // shards]) for i in range(shards)]
         states = np.stack([
             detkern.linear_logp_partial(
-                hidden, weight[cut], target, bias[cut], vocab_start=cut.start, vocab_size=vocabulary, return_entropy=entropy
+                hidden, weight[cut], target, bias[cut], vocab_start=cut.start, vocab_size=vocabulary,
+                return_entropy=entropy
             )
             for cut in cuts
         ])  # fmt: skip
@@ -305,7 +313,8 @@ def test_a_row_knows_nothing_of_the_others(data: st.DataObject) -> None:
 
 
 def test_gradients_go_on_over_micro_batches() -> None:
-    """At multiples of 16 rows, also of a block of few columns; the parts of hidden's gradient are products of their own."""
+    """At multiples of 16 rows, also of a block of few columns; the parts of hidden's gradient are products of their
+    own."""
     hidden, weight, target, bias = drawn(48, 600, 8, ml_dtypes.bfloat16)
     state = detkern.linear_logp_partial(hidden, weight, target, bias)
     grads = generate("normal", F32, (3, 48), 1)
@@ -326,7 +335,8 @@ def test_gradients_go_on_over_micro_batches() -> None:
     assert same(outs[0].astype(weight.dtype), dweight)
     assert same(outs[1], dbias)
     delta = replay.delta(
-        detkern.operations.linear_logp.operation.CONTRACTS["mma16"], hidden, weight, target[:, None], state, grads, bias,
+        detkern.operations.linear_logp.operation.CONTRACTS["mma16"], hidden, weight, target[:, None], state, grads,
+        bias,
         vocabulary=600,
     )  # fmt: skip
     assert same(dweight, detkern.gemm_db(delta, hidden))
@@ -419,12 +429,14 @@ def test_bad_calls() -> None:
         (ShapeError, r"hidden \[6, 8\] and weight \[90, 7\] do not fit", (hidden, weight[:, :7], target), {}),
         (ShapeError, r"bias has shape \[89\]", (hidden, weight, target, bias[:89]), {}),
         (ArgumentError, "temperature=0: 1 / temperature", (hidden, weight, target), {"temperature": 0}),
-        (ArgumentError, "temperature=-1: 1 / temperature must be a positive", (hidden, weight, target), {"temperature": -1}),
+        (ArgumentError, "temperature=-1: 1 / temperature must be a positive", (hidden, weight, target),
+         {"temperature": -1}),
         (ArgumentError, "temperature=1e-39: 1 / temperature", (hidden, weight, target), {"temperature": 1e-39}),
         (ArgumentError, "softcap='x' must be a number", (hidden, weight, target), {"softcap": "x"}),
         (ArgumentError, "softcap=1e-39: softcap must be", (hidden, weight, target), {"softcap": 1e-39}),
         (ArgumentError, "ignore_index=0.5 must be a whole number", (hidden, weight, target), {"ignore_index": 0.5}),
-        (ContractUnsupported, "float32 takes contract='fma'; contract='mma16'", (hidden, weight, target), {"contract": "mma16"}),
+        (ContractUnsupported, "float32 takes contract='fma'; contract='mma16'", (hidden, weight, target),
+         {"contract": "mma16"}),
         (ContractUnsupported, "has no linear_logp", (hidden, weight, target), {"backend": "native"}),
     ]  # fmt: skip
     for error, words, arguments, options in wrong:

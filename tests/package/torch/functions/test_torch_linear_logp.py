@@ -1,4 +1,5 @@
-"""linear_logp of tensors: gradients against float64 and bit for bit against the definition, and every way that PyTorch calls."""
+"""linear_logp of tensors: gradients against float64 and bit for bit against the definition, and every way that PyTorch
+calls."""
 
 from __future__ import annotations
 
