@@ -211,7 +211,7 @@ typedef struct {
   int32_t target_size; /* 4 or 8: int32 or int64 */
   int32_t targets;     /* of a row */
   int32_t entropy;     /* 1: w is computed, or grads have a line for the entropy; else w is +0 */
-  int32_t dense;       /* bit 0: state's lines are m numbers apart, its line stride is not read; bit 1: those of grads */
+  int32_t dense;       /* bit 0: state's lines are m numbers apart (its line stride is not read); bit 1: of grads */
   int32_t device;
   int32_t threads;
   float tau, cap, inverse; /* 1 / temperature, the softcap and its inverse; 0: no such step */
