@@ -83,7 +83,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
-    from ..cu import column_sum, linear_logp, rows, scatter_sum
+    from ..cu import column_sum, linear_logp_launch, rows, scatter_sum
     from ..cu.ahead import builds, compile_ahead
     from ..cu.backend import offered
     from ..cu.device import describe, missing
@@ -111,7 +111,9 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
         )
     architecture = target(capability, supported)
     others = (
-        [] if contracts else column_sum.builds() + rows.builds(capability) + scatter_sum.builds() + linear_logp.builds()
+        []
+        if contracts
+        else column_sum.builds() + rows.builds(capability) + scatter_sum.builds() + linear_logp_launch.builds()
     )
     wanted = builds(asked, capability) + others
     start = time.perf_counter()

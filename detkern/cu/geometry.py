@@ -14,8 +14,8 @@ from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_pairs, output_map_shape
 
 __all__ = [
-    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count",
-    "writes",
+    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "operand_map", "oriented", "takes",
+    "tile_count", "writes",
 ]  # fmt: skip
 
 # Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below
@@ -227,7 +227,7 @@ class _FittedMaps:
         self._out, self._few = made.out, 0
         self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
         if self._by_lines and not tile.swapped:
-            self._a = _operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
+            self._a = operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
             if not (tile.fills and self._a.whole):
                 self._few = tile["TILE_M"]
 
@@ -252,13 +252,13 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         shapes, load_a, load_b = shapes[::-1], load_b, load_a
     present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
     return Maps(
-        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
-        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
+        a=operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
+        b=operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
     )
 
 
-def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool) -> MapShape:
+def operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool) -> MapShape:
     """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves:
     each CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
     along, rows = (tile_k, tile_mn) if load == Load.K_MAJOR else (tile_mn, tile_k)

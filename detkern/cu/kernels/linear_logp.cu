@@ -1,53 +1,31 @@
 // linear_logp (docs/contracts.md) from blocks of finished logits, binary32, that a product has left in scratch memory:
 // any contract and device that has products.
 //
-// PHASE. FOLD: a block to the states of groups of four units, 256 columns of a part. MERGE: the groups of a shard to
-// its state. RESULTS: the states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its
-// logits.
-// Launch. 256 threads. FOLD: grid (ceil(rows / 8), groups), a warp a row, eight lanes a unit. MERGE: grid
-// ceil(rows / 32), a warp a part. RESULTS: grid ceil(rows / 256). DELTA: grid (rows, ceil(columns / 2048)).
-// Memory. No dynamic shared memory. `nodes`: [groups][3][rows] binary32, written by FOLD, read by MERGE.
+// PHASE. FOLD: a block to the states of nodes of four units, 256 columns of a part. MERGE: the nodes of a shard to its
+// state, from here (TILE_UNITS 4) or from linear_logp_wgmma.cu, whose tiles have 1 to 4 units of a row. RESULTS: the
+// states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its logits.
+// Launch. 256 threads. FOLD: grid (ceil(rows / 8), nodes), a warp a row, eight lanes a unit. MERGE: grid
+// ceil(rows / 8), a warp a part, of eight rows four slices each. RESULTS: grid ceil(rows / 256). DELTA: grid (rows,
+// ceil(columns / 2048)).
+// Memory. No dynamic shared memory. `nodes`: [nodes][2, or 3 with entropy][rows] binary32, read by MERGE.
+#include "parts/logp_gradient.cuh"
+#include "parts/logp_params.cuh"
 #include "parts/logp_state.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/types.cuh"
+
+#ifndef TILE_UNITS
+#define TILE_UNITS 4
+#endif
 
 enum Phase : int32_t { FOLD = 0, MERGE = 1, RESULTS = 2, DELTA = 3 };
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int GROUP = 4 * UNIT;
+constexpr int NODE_UNITS = TILE_UNITS == 4 ? 4 : 2;  // of a node of MERGE
+constexpr int MERGE_ROWS = 8, SLICES = 32 / MERGE_ROWS;
 constexpr int DELTA_COLUMNS = 8 * THREADS;
 constexpr int PARTS = 8, MOST_LEVELS = 40;
-
-struct LogpParams {
-  const float* logits;  // of a block [rows, columns]
-  float* nodes;
-  const void* target;
-  float* state;  // of RESULTS: those of all shards
-  const float* grads;
-  void* out;
-  int64_t rows, logits_row;
-  int64_t target_row, target_col;
-  int64_t state_shard, state_line, state_row;
-  int64_t grads_line, grads_row;
-  int64_t out_row, out_col;  // of RESULTS: between lines and between rows
-  int64_t vocabulary, part_length;
-  int64_t column, columns;  // of the block, FOLD and DELTA; of the shard, MERGE: the first one, and how many
-  int64_t node, part_groups;  // the first of FOLD's groups; how many a whole part has
-  int64_t ignore_index;
-  int32_t first_part, parts, shards, targets;
-  int32_t entropy, wide_targets, out_dtype;
-  Scaling scaling;
-};
-
-DETKERN_INLINE int64_t target_of(const LogpParams& p, int64_t row, int k) {
-  const int64_t at = row * p.target_row + k * p.target_col;
-  return p.wide_targets ? static_cast<const int64_t*>(p.target)[at] : static_cast<const int32_t*>(p.target)[at];
-}
-
-DETKERN_INLINE int64_t part_edge(const LogpParams& p, int part) {
-  const int64_t edge = part * p.part_length;
-  return edge < p.vocabulary ? edge : p.vocabulary;
-}
 
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
   return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
@@ -68,9 +46,9 @@ DETKERN_INLINE void fold(const LogpParams& p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane % 8;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + warp;
   const int64_t node = p.node + blockIdx.y;
-  const int part = p.first_part + static_cast<int>(node / p.part_groups);
+  const int part = p.first_part + static_cast<int>(node / p.part_nodes);
   const int64_t end = part_edge(p, part + 1);
-  const int64_t first = part_edge(p, part) + node % p.part_groups * GROUP;
+  const int64_t first = part_edge(p, part) + node % p.part_nodes * GROUP;
   if (row >= p.rows || first >= end) return;  // whole warps
   const int64_t column = first + lane / 8 * UNIT + place;
   const float* source = p.logits + row * p.logits_row + (column - p.column);
@@ -111,39 +89,89 @@ DETKERN_INLINE void fold(const LogpParams& p) {
     if (right_unit < end) state = merged;
   }
   if (lane == 0) {
-    float* target = p.nodes + node * 3 * p.rows + row;
-    target[0] = state.m, target[p.rows] = state.s, target[2 * p.rows] = state.w;
+    float* target = p.nodes + node * node_lines(p) * p.rows + row;
+    target[0] = state.m, target[p.rows] = state.s;
+    if (p.entropy) target[2 * p.rows] = state.w;
   }
 }
 
+// The state number `node` of a part, of NODE_UNITS units, of what `source`, at the part's first number of the row, has of
+// tiles. A tile of three units has two of the first or the second pair together and one of its own, whose other is in the
+// next tile.
+DETKERN_INLINE State node_state(const LogpParams& p, const float* source, int64_t node, int64_t units) {
+  const int lines = node_lines(p);
+  const auto stored = [&](int64_t at) {
+    const float* place = source + at * lines * p.rows;
+    return State{place[0], place[p.rows], lines == 3 ? place[2 * p.rows] : 0.0f};
+  };
+  if (TILE_UNITS == 2 || TILE_UNITS == 4) return stored(node);
+  const int64_t unit = 2 * node, place = TILE_UNITS == 1 ? unit : unit / 3 * 2 + (unit % 3 != 0);
+  State state = stored(place);
+  if ((TILE_UNITS == 1 || unit % 3 == 2) && unit + 1 < units) state = merge_states(state, stored(place + 1));
+  return state;
+}
+
+// States of a part's nodes [first, last), merged by a binary counter of blocks of BLOCK nodes: what has waited longest is
+// of the most.
+DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int64_t first, int64_t last, int64_t units) {
+  constexpr int BLOCK = 4;
+  State waiting[MOST_LEVELS], state = no_state();
+  int level = 0;
+  for (int64_t node = first; node < last; node += BLOCK) {
+    State block[BLOCK];
+#pragma unroll
+    for (int i = 0; i < BLOCK; ++i)
+      if (node + i < last) block[i] = node_state(p, source, node + i, units);
+#pragma unroll
+    for (int distance = 1; distance < BLOCK; distance *= 2)
+#pragma unroll
+      for (int i = 0; i < BLOCK; i += 2 * distance)
+        if (node + i + distance < last) block[i] = merge_states(block[i], block[i + distance]);
+    state = block[0];
+    for (int64_t full = (node - first) / BLOCK; full & 1; full >>= 1) state = merge_states(waiting[--level], state);
+    waiting[level++] = state;
+  }
+  if (level == 0) return state;
+  state = waiting[--level];
+  while (level) state = merge_states(waiting[--level], state);
+  return state;
+}
+
 DETKERN_INLINE void merge(const LogpParams& p) {
-  __shared__ float shared[3][PARTS][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  __shared__ float shared[3][PARTS][MERGE_ROWS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane % MERGE_ROWS;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * MERGE_ROWS + place;
   const bool inside = row < p.rows;
   State state = no_state();
-  if (inside && warp < p.parts) {
+  int64_t slices = 0;
+  if (warp < p.parts) {
     const int part = p.first_part + warp;
-    const int64_t groups = (part_edge(p, part + 1) - part_edge(p, part) + GROUP - 1) / GROUP;
-    // A binary counter: what has waited longest is of the most groups.
-    State waiting[MOST_LEVELS];
-    int level = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-      const float* source = p.nodes + (warp * p.part_groups + group) * 3 * p.rows + row;
-      state = {source[0], source[p.rows], source[2 * p.rows]};
-      for (int64_t full = group; full & 1; full >>= 1) state = merge_states(waiting[--level], state);
-      waiting[level++] = state;
-    }
-    if (level) {
-      state = waiting[--level];
-      while (level) state = merge_states(waiting[--level], state);
+    const int64_t units = (part_edge(p, part + 1) - part_edge(p, part) + UNIT - 1) / UNIT;
+    const int64_t nodes = (units + NODE_UNITS - 1) / NODE_UNITS;
+    int64_t slice = 1;  // nodes of a whole slice: a power of two, so that slices are subtrees
+    while (slice * SLICES < nodes) slice *= 2;
+    slices = (nodes + slice - 1) / slice;
+    const int64_t first = lane / MERGE_ROWS * slice;
+    if (inside) {
+      const float* source = p.nodes + warp * p.part_nodes * node_lines(p) * p.rows + row;
+      state = merged_nodes(p, source, first, first + slice < nodes ? first + slice : nodes, units);
     }
   }
-  shared[0][warp][lane] = state.m, shared[1][warp][lane] = state.s, shared[2][warp][lane] = state.w;
+#pragma unroll
+  for (int distance = 1; distance < SLICES; distance *= 2) {
+    const State right = shuffled(state, distance * MERGE_ROWS);
+    const int slice = lane / MERGE_ROWS;
+    if (slice % (2 * distance) == 0 && slice + distance < slices) state = merge_states(state, right);
+  }
+  if (lane < MERGE_ROWS) {
+    shared[0][warp][place] = state.m;
+    shared[1][warp][place] = state.s;
+    shared[2][warp][place] = state.w;
+  }
   __syncthreads();
-  if (warp != 0 || !inside) return;
+  if (warp != 0 || lane >= MERGE_ROWS || !inside) return;
   State parts[PARTS];
-  for (int i = 0; i < p.parts; ++i) parts[i] = {shared[0][i][lane], shared[1][i][lane], shared[2][i][lane]};
+  for (int i = 0; i < p.parts; ++i) parts[i] = {shared[0][i][place], shared[1][i][place], shared[2][i][place]};
   for (int count = p.parts; count > 1; count /= 2)
     for (int i = 0; i < count / 2; ++i) parts[i] = merge_states(parts[2 * i], parts[2 * i + 1]);
   float* target = p.state + row * p.state_row;
@@ -190,24 +218,7 @@ DETKERN_INLINE void results(const LogpParams& p) {
 
 DETKERN_INLINE void delta(const LogpParams& p) {
   const int64_t row = blockIdx.x;
-  const State state{p.state[row * p.state_row], p.state[p.state_line + row * p.state_row],
-                    p.state[2 * p.state_line + row * p.state_row]};
-  const float* grads = p.grads + row * p.grads_row;
-  float log_s;
-  bool valid = has_results(state, log_s);
-  float total = 0.0f;
-  for (int k = 0; k < p.targets; ++k) {
-    const int64_t column = target_of(p, row, k);
-    const bool ignored = column == p.ignore_index;
-    total = __fadd_rn(total, ignored ? 0.0f : grads[k * p.grads_line]);
-    valid &= ignored || (column >= 0 && column < p.vocabulary);
-  }
-  float factor = __fadd_rn(grads[p.targets * p.grads_line], -total), back = 0.0f;
-  if (p.entropy) {
-    back = -grads[(p.targets + 1) * p.grads_line];
-    factor = __fmaf_rn(back, __fadd_rn(log_s, -__fdiv_rn(state.w, state.s)), factor);
-  }
-  const float inverse = __frcp_rn(state.s);
+  const RowGradient gradient(p, row, p.entropy);
   const int64_t first = static_cast<int64_t>(blockIdx.y) * DELTA_COLUMNS + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < DELTA_COLUMNS / THREADS; ++i) {
@@ -215,18 +226,10 @@ DETKERN_INLINE void delta(const LogpParams& p) {
     if (at >= p.columns) continue;
     float tangent;
     const float y = scaled_logit(p.scaling, p.logits[row * p.logits_row + at], tangent);
-    const float d = __fadd_rn(y, -state.m);
-    float x = factor;
-    if (p.entropy) x = __fmaf_rn(back, __fadd_rn(bounded(d), -log_s), factor);
-    float value = __fmul_rn(__fmul_rn(exponential(d), inverse), x);
-    for (int k = 0; k < p.targets; ++k) {
-      const int64_t column = target_of(p, row, k);
-      if (column == p.column + at && column != p.ignore_index) value = __fadd_rn(value, grads[k * p.grads_line]);
-    }
-    value = valid ? value : __int_as_float(0x7fffffff);
-    if (p.scaling.has_tau) value = __fmul_rn(value, p.scaling.tau);
-    if (p.scaling.has_cap) value = __fmul_rn(value, __fmaf_rn(-tangent, tangent, 1.0f));
-    value = __fadd_rn(value, 0.0f);
+    const float d = __fadd_rn(y, -gradient.m);
+    float value = gradient.of_others(d, exponential(d), p.entropy);
+    value = with_targets(p, row, p.column + at, value);
+    value = before_scaling(p.scaling, value, tangent, p.scaling.has_tau, p.scaling.has_cap);
     const int64_t to = row * p.out_row + at * p.out_col;
     if (p.out_dtype == F32) {
       static_cast<float*>(p.out)[to] = value;

@@ -97,6 +97,7 @@ inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a,
 inline float __fadd_rn(float a, float b) { return canonical(a + b); }
 inline float __fmul_rn(float a, float b) { return canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
+inline float approximate_reciprocal(float a) { return 1.0f / a; }
 inline float __frcp_rn(float a) { return canonical(1.0f / a); }
 inline float __int2float_rn(int value) { return static_cast<float>(value); }
 inline int __float_as_int(float value) { return static_cast<int>(__float_as_uint(value)); }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern.cu import linear_logp, loader
+from detkern.cu import linear_logp, linear_logp_launch, linear_logp_wgmma, loader
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.linear_logp.operation import DELTA, FOLD, MERGE
@@ -62,7 +62,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
         kept = [line for line in lines if not line.startswith(("typedef", "#define DETKERN_INLINE"))]
         header.write_text("".join(["#include <cstdint>\n", *kept, '#include "ptx.cuh"\n']))
     found = []
-    for build in linear_logp.builds():
+    for build in linear_logp_launch.builds():
         library = folder / f"{build.entry}.so"
         command = [
             "g++", "-std=c++17", "-O1", "-mfma", "-shared", "-fPIC", "-ffp-contract=off", "-fpermissive", "-w",
@@ -80,14 +80,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
 def execution(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Execution:
     """Where launches run on the host; scratch memory holds NaN."""
 
-    def launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int) -> None:
+    def launch(
+        phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int, units: int = 4
+    ) -> None:
         libraries[phase].emulation_launch(params, *grid)
 
     def allocate(size: int) -> TensorView:
         memory = np.full(size, 0xFF, np.uint8)
         return TensorView(memory.ctypes.data, (size,), (1,), F32, DEVICE, array=memory)
 
-    monkeypatch.setattr(linear_logp, "_launch", launch)
+    monkeypatch.setattr(linear_logp, "launch_phase", launch)
+    monkeypatch.setattr(linear_logp_wgmma, "takes", lambda problem: False)
     monkeypatch.setattr("detkern.cu.current.on_device", lambda problem, function, *arguments: function(*arguments))
     return Execution(DEVICE, 0, allocate)
 
@@ -213,7 +216,8 @@ def test_shards_make_the_whole(execution: Execution) -> None:
             )
 
 
-def test_scratch_memory_stays_within_its_bound() -> None:
+def test_scratch_memory_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_logp_wgmma, "takes", lambda problem: False)
     for m, vocabulary in (
         (1, 128_256),
         (64, 151_936),
