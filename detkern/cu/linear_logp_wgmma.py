@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ..dispatch.backend import Kernel
 from ..operations.gemm.problem import GemmProblem, gemm_problem
