@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from ..dispatch.backend import Kernel
 from ..operations.gemm.problem import GemmProblem, gemm_problem
@@ -34,8 +33,6 @@ SOURCE = "linear_logp_wgmma.cu"
 NODES_BYTES = 60 << 20  # of states between the launches, where one tile of rows needs no more
 _POINTERS = struct.Struct("<5Q")
 _SIZES = struct.Struct("<5i4x")  # PartSizes of parts/part_walk.cuh, and what is left to a whole 8 bytes
-
-_P = TypeVar("_P", FoldProblem, DeltaProblem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +201,10 @@ def row_pieces(problem: FoldProblem, tile: FusedTile) -> tuple[int, int]:
     return min(-(-problem.m // pieces // unit) * unit, most), size
 
 
-class _Fused(Generic[_P]):
+class _Fused:
     """What launches the kernel for one layout: a plan for each number of rows, which a call gives its pointers."""
 
-    def __init__(self, problem: _P, phase: int, tile: FusedTile | None) -> None:
+    def __init__(self, problem: FoldProblem | DeltaProblem, phase: int, tile: FusedTile | None) -> None:
         self.problem, self.phase, self.tile = problem, phase, tile
         self._plans: dict[tuple[int, FusedTile], tuple[ExtendedLaunch, bytes, bytes]] = {}
 
