@@ -40,8 +40,11 @@ def build_for(phase: int, units: int = _UNITS) -> KernelBuild:
 
 
 def builds() -> list[KernelBuild]:
-    """Every build that a launch may need, on any device, beside those of products."""
-    return [build_for(phase) for phase in (FOLDS, MERGES, RESULTS, DELTAS)]
+    """Every build that a launch may need, on any device, beside those of products; also of tiles of Hopper."""
+    return [build_for(phase) for phase in (FOLDS, MERGES, RESULTS, DELTAS)] + [
+        build_for(MERGES, 2),
+        build_for(MERGES, 3),
+    ]
 
 
 def launch_phase(

@@ -2,7 +2,7 @@
 // any contract and device that has products.
 //
 // PHASE. FOLD: a block to the states of nodes of four units, 256 columns of a part. MERGE: the nodes of a shard to its
-// state, from here (TILE_UNITS 4) or from linear_logp_wgmma.cu, whose tiles have 1 to 4 units of a row. RESULTS: the
+// state, from here (TILE_UNITS 4) or from linear_logp_wgmma.cu, whose tiles have 2 to 4 units of a row. RESULTS: the
 // states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its logits.
 // Launch. 256 threads. FOLD: grid (ceil(rows / 8), nodes), a warp a row, eight lanes a unit. MERGE: grid
 // ceil(rows / 8), a warp a part, of eight rows four slices each. RESULTS: grid ceil(rows / 256). DELTA: grid (rows,
@@ -95,19 +95,18 @@ DETKERN_INLINE void fold(const LogpParams& p) {
   }
 }
 
-// The state number `node` of a part, of NODE_UNITS units, of what `source`, at the part's first number of the row, has of
-// tiles. A tile of three units has two of the first or the second pair together and one of its own, whose other is in the
-// next tile.
+// State number `node` of a part, of NODE_UNITS units. source: the row's first number of the part. A tile of three units
+// leaves two states, that of the pair of which it has both and that of the other unit, whose second is the next tile's.
 DETKERN_INLINE State node_state(const LogpParams& p, const float* source, int64_t node, int64_t units) {
   const int lines = node_lines(p);
   const auto stored = [&](int64_t at) {
     const float* place = source + at * lines * p.rows;
     return State{place[0], place[p.rows], lines == 3 ? place[2 * p.rows] : 0.0f};
   };
-  if (TILE_UNITS == 2 || TILE_UNITS == 4) return stored(node);
-  const int64_t unit = 2 * node, place = TILE_UNITS == 1 ? unit : unit / 3 * 2 + (unit % 3 != 0);
+  if (TILE_UNITS != 3) return stored(node);
+  const int64_t unit = 2 * node, place = unit / 3 * 2 + (unit % 3 != 0);
   State state = stored(place);
-  if ((TILE_UNITS == 1 || unit % 3 == 2) && unit + 1 < units) state = merge_states(state, stored(place + 1));
+  if (unit % 3 == 2 && unit + 1 < units) state = merge_states(state, stored(place + 1));
   return state;
 }
 

@@ -13,8 +13,8 @@
 // Global memory. FOLD: `nodes`, [parts][part_nodes][2, or 3 with entropy][rows] binary32; part_nodes is 2 a tile where
 // TILE_N is 192, else 1. DELTA: none.
 // Macros. PHASE; OPERAND (F16, BF16); BIASED, ENTROPY, CAPPED (1: there is a bias, an entropy, a softcap); SHARES (0: none; 2: the CTAs of a
-// cluster of two copy B for one another); TILE_M (of GROUP_M; 16, 32); GROUP_M (64, 128); IN_TURN; TILE_N (64 to 256, of
-// 64); TILE_K (of 64); STAGES; SLAB_BOXES; BAND (tile rows); WARPS_M; SMEM_BYTES; for tests JITTER.
+// cluster of two copy B for one another); TILE_M (of GROUP_M; 16, 32); GROUP_M (64, 128); IN_TURN; TILE_N (128, 192,
+// 256); TILE_K (of 64); STAGES; SLAB_BOXES; BAND (tile rows); WARPS_M; SMEM_BYTES; for tests JITTER.
 #include "parts/logit_tile.cuh"
 #include "parts/logp_params.cuh"
 #include "parts/main_loop.cuh"

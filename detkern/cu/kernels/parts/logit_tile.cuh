@@ -18,7 +18,7 @@ class LogitBlock {
   // Of a tile, in `nodes`: all of its units together, but of three the pair that merges and the other one.
   static constexpr int NODES = UNITS == 3 ? 2 : 1;
   using Accumulators = float[COLUMNS / 8][4];
-  static_assert(COLUMNS % UNIT == 0 && UNITS <= 4, "whole units");
+  static_assert(COLUMNS % UNIT == 0 && UNITS >= 2 && UNITS <= 4, "whole units");
 
   // product: of the logits. tile: whose first row is row_of(0) of the whole block.
   DETKERN_INLINE LogitBlock(const GemmParams& product, const LogpParams& p, const LogitTile& tile, Accumulators& acc)
@@ -232,9 +232,7 @@ class LogitBlock {
   DETKERN_INLINE void store(int half, const State (&states)[UNITS]) const {
     const int64_t node = tile_.part * p_.part_nodes + NODES * tile_.place;
     const int units = (tile_.end - tile_.column + UNIT - 1) / UNIT;
-    if constexpr (UNITS == 1) {
-      store(half, node, states[0]);
-    } else if constexpr (UNITS == 2) {
+    if constexpr (UNITS == 2) {
       store(half, node, units > 1 ? merge_states(states[0], states[1]) : states[0]);
     } else if constexpr (UNITS == 3) {
       // The pair begins at an even unit of the part.
