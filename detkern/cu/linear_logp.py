@@ -225,6 +225,9 @@ class Folds(CudaImplementation[FoldProblem]):
         super().__init__(FOLD, _sources)
         self._products = products
 
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds()
+
     def refuses(self, problem: FoldProblem) -> str | None:
         return _no_product(self._products, problem, self.operation) or super().refuses(problem)
 

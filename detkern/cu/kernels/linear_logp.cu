@@ -16,7 +16,7 @@ enum Phase : int32_t { FOLD = 0, MERGE = 1, RESULTS = 2, DELTA = 3 };
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int GROUP = 4 * UNIT;
 constexpr int DELTA_COLUMNS = 8 * THREADS;
-constexpr int PARTS = 8, MOST_LEVELS = 40;
+constexpr int PARTS = 8, LEVELS = 24;  // of a tree over the groups of a part: for vocabularies to 2^35
 
 struct LogpParams {
   const float* logits;  // of a block [rows, columns]
@@ -52,6 +52,15 @@ DETKERN_INLINE int64_t part_edge(const LogpParams& p, int part) {
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
   return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
           __shfl_xor_sync(~0u, state.w, lanes)};
+}
+
+// states[0] = the state of all: pairs, pairs of these, and so on. Behind those that there are, no_state() changes nothing.
+DETKERN_INLINE void merge_all(State (&states)[PARTS]) {
+#pragma unroll
+  for (int count = PARTS; count > 1; count /= 2)
+#pragma unroll
+    for (int i = 0; i < PARTS / 2; ++i)
+      if (i < count / 2) states[i] = merge_states(states[2 * i], states[2 * i + 1]);
 }
 
 // The sum of a unit's 64: of columns 8 j + lane, j first (bits 3, 4, 5), then the lanes (bits 0, 1, 2).
@@ -125,27 +134,37 @@ DETKERN_INLINE void merge(const LogpParams& p) {
   if (inside && warp < p.parts) {
     const int part = p.first_part + warp;
     const int64_t groups = (part_edge(p, part + 1) - part_edge(p, part) + GROUP - 1) / GROUP;
-    // A binary counter: what has waited longest is of the most groups.
-    State waiting[MOST_LEVELS];
-    int level = 0;
+    // A binary counter, whose levels are registers.
+    State waiting[LEVELS];
+#pragma unroll
+    for (int level = 0; level < LEVELS; ++level) waiting[level] = no_state();
     for (int64_t group = 0; group < groups; ++group) {
       const float* source = p.nodes + (warp * p.part_groups + group) * 3 * p.rows + row;
-      state = {source[0], source[p.rows], source[2 * p.rows]};
-      for (int64_t full = group; full & 1; full >>= 1) state = merge_states(waiting[--level], state);
-      waiting[level++] = state;
+      State leaf{source[0], source[p.rows], source[2 * p.rows]};
+      bool done = false;
+#pragma unroll
+      for (int level = 0; level < LEVELS; ++level) {
+        if (done) continue;
+        done = !(group >> level & 1);
+        if (done) waiting[level] = leaf;
+        else leaf = merge_states(waiting[level], leaf);
+      }
     }
-    if (level) {
-      state = waiting[--level];
-      while (level) state = merge_states(waiting[--level], state);
+    bool any = false;
+#pragma unroll
+    for (int level = 0; level < LEVELS; ++level) {
+      if (!(groups >> level & 1)) continue;
+      state = any ? merge_states(waiting[level], state) : waiting[level];
+      any = true;
     }
   }
   shared[0][warp][lane] = state.m, shared[1][warp][lane] = state.s, shared[2][warp][lane] = state.w;
   __syncthreads();
   if (warp != 0 || !inside) return;
   State parts[PARTS];
-  for (int i = 0; i < p.parts; ++i) parts[i] = {shared[0][i][lane], shared[1][i][lane], shared[2][i][lane]};
-  for (int count = p.parts; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; ++i) parts[i] = merge_states(parts[2 * i], parts[2 * i + 1]);
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) parts[i] = {shared[0][i][lane], shared[1][i][lane], shared[2][i][lane]};
+  merge_all(parts);
   float* target = p.state + row * p.state_row;
   target[0] = __fadd_rn(parts[0].m, 0.0f);
   target[p.state_line] = __fadd_rn(parts[0].s, 0.0f);
@@ -162,12 +181,13 @@ DETKERN_INLINE void results(const LogpParams& p) {
   const float nan = __int_as_float(0x7fffffff);
   const float* source = p.state + row * p.state_row;
   State states[PARTS];
-  for (int i = 0; i < p.shards; ++i) {
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
     const float* shard = source + i * p.state_shard;
-    states[i] = {shard[0], shard[p.state_line], shard[2 * p.state_line]};
+    if (i < p.shards) states[i] = {shard[0], shard[p.state_line], shard[2 * p.state_line]};
+    else states[i] = no_state();
   }
-  for (int count = p.shards; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; ++i) states[i] = merge_states(states[2 * i], states[2 * i + 1]);
+  merge_all(states);
   const State state{__fadd_rn(states[0].m, 0.0f), __fadd_rn(states[0].s, 0.0f), __fadd_rn(states[0].w, 0.0f)};
   float log_s;
   const bool valid = has_results(state, log_s);
