@@ -54,7 +54,8 @@ DETKERN_INLINE State shuffled(const State& state, int lanes) {
           __shfl_xor_sync(~0u, state.w, lanes)};
 }
 
-// states[0] = the state of all: pairs, pairs of these, and so on. Behind those that there are, no_state() changes nothing.
+// states[0] = the state of all: pairs, pairs of these, and so on. no_state(), behind those that there are, changes
+// nothing.
 DETKERN_INLINE void merge_all(State (&states)[PARTS]) {
 #pragma unroll
   for (int count = PARTS; count > 1; count /= 2)
