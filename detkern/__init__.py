@@ -18,12 +18,12 @@ from .errors import (
     DTypeError,
     ShapeError,
 )
-from .operations.linear_logp.call import linear_logp, linear_logp_merge, linear_logp_partial
 from .operations.scatter_sum.call import scatter_sum
 
 if TYPE_CHECKING:
     from .compat.engine import Engine
     from .compat.ops import get_op, list_ops
+    from .operations.linear_logp.call import linear_logp, linear_logp_merge, linear_logp_partial
 
 __version__ = "0.1.0"
 
@@ -35,13 +35,20 @@ __all__ = [
 ]  # fmt: skip
 
 # Loaded at their first use: together they take an eighth of the time of `import detkern`.
-_LATER = {"Engine": "engine", "get_op": "ops", "list_ops": "ops"}
+_LATER = {
+    "Engine": "compat.engine",
+    "get_op": "compat.ops",
+    "linear_logp": "operations.linear_logp.call",
+    "linear_logp_merge": "operations.linear_logp.call",
+    "linear_logp_partial": "operations.linear_logp.call",
+    "list_ops": "compat.ops",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".compat.{_LATER[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     globals()[name] = value
     return value
 
