@@ -21,6 +21,7 @@ from ..tensors import TensorView
 from ..tensors.execution import Execution
 from ..vocabulary.contracts import CONTRACTS
 from ..vocabulary.dtypes import F32
+from . import linear_logp_launch
 from . import linear_logp_wgmma as wgmma
 from .gemm import Products
 from .gemm_tile import portable_sources
@@ -39,6 +40,7 @@ from .linear_logp_launch import (
     packed,
     scratch,
 )  # fmt: skip
+from .loader import KernelBuild
 
 __all__ = [
     "SCRATCH_BYTES",
@@ -143,6 +145,9 @@ class Folds(CudaImplementation[FoldProblem]):
     def __init__(self, products: Products) -> None:
         super().__init__(FOLD, _sources)
         self._products = products
+
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return linear_logp_launch.builds() + (wgmma.builds() if capability == (9, 0) else [])
 
     def refuses(self, problem: FoldProblem) -> str | None:
         return _no_product(self._products, problem, self.operation) or super().refuses(problem)

@@ -22,7 +22,7 @@ from .geometry import Maps, load_paths, operand_map
 from .launch import pack_params
 from .linear_logp_launch import DELTAS, FOLDS, MERGE_ROWS, MERGES, launch_phase, moved, on_its_device, packed, scratch
 from .loader import KernelBuild, load_function
-from .tensor_map import SIZE_LIMIT, available, map_shapes, output_map_shape
+from .tensor_map import available, map_shapes, output_map_shape
 
 __all__ = [
     "NODES_BYTES", "SOURCE", "TILES", "Deltas", "Folds", "FusedTile", "build_for", "builds", "chosen", "explained",
@@ -31,6 +31,7 @@ __all__ = [
 
 SOURCE = "linear_logp_wgmma.cu"
 NODES_BYTES = 60 << 20  # of states between the launches, where one tile of rows needs no more
+VOCABULARY = 1 << 22  # columns, at most: linear_logp.cu's LEVELS
 _POINTERS = struct.Struct("<5Q")
 _SIZES = struct.Struct("<5i4x")  # PartSizes of parts/part_walk.cuh, and what is left to a whole 8 bytes
 
@@ -157,7 +158,7 @@ def _product(problem: FoldProblem | DeltaProblem, rows: int, pointers: tuple[int
 
 def takes(problem: FoldProblem | DeltaProblem) -> bool:
     """Whether the kernel computes it: on this device, by this contract, of these layouts."""
-    if problem.contract != MMA16 or 0 in (problem.m, problem.n, problem.k) or problem.n > SIZE_LIMIT - 256:
+    if problem.contract != MMA16 or 0 in (problem.m, problem.n, problem.k) or problem.vocabulary > VOCABULARY:
         return False
     if describe(problem.device.index).capability != (9, 0) or not available():
         return False

@@ -25,11 +25,23 @@ constexpr int GROUP = 4 * UNIT;
 constexpr int NODE_UNITS = TILE_UNITS == 4 ? 4 : 2;  // of a node of MERGE
 constexpr int MERGE_ROWS = 8, SLICES = 32 / MERGE_ROWS;
 constexpr int DELTA_COLUMNS = 8 * THREADS;
-constexpr int PARTS = 8, MOST_LEVELS = 40;
+constexpr int PARTS = 8;
+// Of a tree over the blocks of a slice of a part: for vocabularies to 2^31, of linear_logp_wgmma.cu to 2^22.
+constexpr int LEVELS = TILE_UNITS == 4 ? 18 : 8;
 
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
   return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
           __shfl_xor_sync(~0u, state.w, lanes)};
+}
+
+// states[0] = the state of all: pairs, pairs of these, and so on. no_state(), behind those that there are, changes
+// nothing.
+DETKERN_INLINE void merge_all(State (&states)[PARTS]) {
+#pragma unroll
+  for (int count = PARTS; count > 1; count /= 2)
+#pragma unroll
+    for (int i = 0; i < PARTS / 2; ++i)
+      if (i < count / 2) states[i] = merge_states(states[2 * i], states[2 * i + 1]);
 }
 
 // The sum of a unit's 64: of columns 8 j + lane, j first (bits 3, 4, 5), then the lanes (bits 0, 1, 2).
@@ -110,13 +122,15 @@ DETKERN_INLINE State node_state(const LogpParams& p, const float* source, int64_
   return state;
 }
 
-// States of a part's nodes [first, last), merged by a binary counter of blocks of BLOCK nodes: what has waited longest is
-// of the most.
+// States of a part's nodes [first, last), merged by a binary counter of blocks of nodes, whose levels are registers.
 DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int64_t first, int64_t last, int64_t units) {
   constexpr int BLOCK = 4;
-  State waiting[MOST_LEVELS], state = no_state();
-  int level = 0;
-  for (int64_t node = first; node < last; node += BLOCK) {
+  State waiting[LEVELS];
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) waiting[level] = no_state();
+  int64_t blocks = 0;
+#pragma unroll 1
+  for (int64_t node = first; node < last; node += BLOCK, ++blocks) {
     State block[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i)
@@ -126,13 +140,23 @@ DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int6
 #pragma unroll
       for (int i = 0; i < BLOCK; i += 2 * distance)
         if (node + i + distance < last) block[i] = merge_states(block[i], block[i + distance]);
-    state = block[0];
-    for (int64_t full = (node - first) / BLOCK; full & 1; full >>= 1) state = merge_states(waiting[--level], state);
-    waiting[level++] = state;
+    bool done = false;
+#pragma unroll
+    for (int level = 0; level < LEVELS; ++level) {
+      if (done) continue;
+      done = !(blocks >> level & 1);
+      if (done) waiting[level] = block[0];
+      else block[0] = merge_states(waiting[level], block[0]);
+    }
   }
-  if (level == 0) return state;
-  state = waiting[--level];
-  while (level) state = merge_states(waiting[--level], state);
+  State state = no_state();
+  bool any = false;
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+    if (!(blocks >> level & 1)) continue;
+    state = any ? merge_states(waiting[level], state) : waiting[level];
+    any = true;
+  }
   return state;
 }
 
@@ -170,9 +194,9 @@ DETKERN_INLINE void merge(const LogpParams& p) {
   __syncthreads();
   if (warp != 0 || lane >= MERGE_ROWS || !inside) return;
   State parts[PARTS];
-  for (int i = 0; i < p.parts; ++i) parts[i] = {shared[0][i][place], shared[1][i][place], shared[2][i][place]};
-  for (int count = p.parts; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; ++i) parts[i] = merge_states(parts[2 * i], parts[2 * i + 1]);
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) parts[i] = {shared[0][i][place], shared[1][i][place], shared[2][i][place]};
+  merge_all(parts);
   float* target = p.state + row * p.state_row;
   target[0] = __fadd_rn(parts[0].m, 0.0f);
   target[p.state_line] = __fadd_rn(parts[0].s, 0.0f);
@@ -189,12 +213,13 @@ DETKERN_INLINE void results(const LogpParams& p) {
   const float nan = __int_as_float(0x7fffffff);
   const float* source = p.state + row * p.state_row;
   State states[PARTS];
-  for (int i = 0; i < p.shards; ++i) {
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
     const float* shard = source + i * p.state_shard;
-    states[i] = {shard[0], shard[p.state_line], shard[2 * p.state_line]};
+    if (i < p.shards) states[i] = {shard[0], shard[p.state_line], shard[2 * p.state_line]};
+    else states[i] = no_state();
   }
-  for (int count = p.shards; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; ++i) states[i] = merge_states(states[2 * i], states[2 * i + 1]);
+  merge_all(states);
   const State state{__fadd_rn(states[0].m, 0.0f), __fadd_rn(states[0].s, 0.0f), __fadd_rn(states[0].w, 0.0f)};
   float log_s;
   const bool valid = has_results(state, log_s);

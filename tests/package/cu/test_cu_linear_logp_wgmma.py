@@ -1,5 +1,5 @@
-"""linear_logp_wgmma.cu compiled for sm_90a: no spills, products in uniform registers, what stands behind them; the choice of its
-tiles, and the memory between its launches."""
+"""linear_logp_wgmma.cu compiled for sm_90a: no spills, products in uniform registers, what stands behind them; the
+choice of its tiles, and the memory between its launches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def problem(m: int, vocabulary: int, *, bias: bool = False, cap: bool = False, e
 
 
 def _compiled() -> list[KernelBuild]:
-    """Of each tile the fold without anything and the gradient with an entropy, types in turn; of the tiles that are chosen
-    with a bias and a softcap, one with all. The others differ in sizes."""
+    """Of each tile the fold without anything or the gradient with an entropy, types in turn; of the tiles that are
+    chosen with a bias and a softcap, one with all. The others differ in sizes."""
     found = []
     for number, tile in enumerate(TILES.values()):
         found.append(build_for((FOLDS, DELTAS)[number % 2], (F16, BF16)[number % 2], tile, entropy=number % 2 == 1))
