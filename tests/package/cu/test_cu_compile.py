@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 from cu_compiled import (
-    ARITHMETIC,
     NEEDS_A_COMPILER,
+    check_exponentials_and_divisions,
     check_instruction,
     compile_build,
     instructions_of,
@@ -367,18 +367,6 @@ def test_the_scattered_sum_compiles_within_bounds(
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 
-def _check_exponentials_and_divisions(instructions: list[str]) -> None:
-    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they
-    # ask for infinities and where they negate a significand: no result.
-    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
-    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
-    assert bool(flushing) == ("FCHK" in instructions)
-    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
-    for name in instructions:
-        if name not in flushing:
-            check_instruction(name)
-
-
 # All on sm_90a, elsewhere one in turn.
 LOGITS = [("sm_90a", build) for build in linear_logp_launch.builds()] + [
     (architecture, linear_logp_launch.builds()[turn % 4])
@@ -402,7 +390,7 @@ def test_what_is_made_of_logits_compiles_within_bounds(
     assert registers_of(log) <= (168 if dict(build.macros)["PHASE"] == 1 else 128)
     instructions = instructions_of(code)
     assert {"FFMA", "FMUL", "FADD"} <= {name.split(".")[0] for name in instructions}
-    _check_exponentials_and_divisions(instructions)
+    check_exponentials_and_divisions(instructions)
 
 
 def _rows_built(
@@ -456,7 +444,7 @@ def test_the_row_operations_compile_within_bounds(
     if not kind.spreads:
         assert "F2I.S64.TRUNC" in instructions
     assert any(name.startswith("UCGABAR") for name in instructions) == (macros["CLUSTER"] > 1)
-    _check_exponentials_and_divisions(instructions)
+    check_exponentials_and_divisions(instructions)
     if macros["LOAD"] == rows.RowLoad.VECTOR and not (kind.spreads and kind.operands == 1):
         assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 
