@@ -99,8 +99,8 @@ def gradients(
 
 
 class _PartSums:
-    """The sums of parts' products by a binary counter: float32 arrays of hidden's shape, each of how many parts; None of
-    a part of no columns, which adds +0 and changes nothing. settings: of products."""
+    """The sums of parts' products by a binary counter: float32 arrays of hidden's shape, each of how many parts; None
+    of a part of no columns, which adds +0 and changes nothing. settings: of products."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
