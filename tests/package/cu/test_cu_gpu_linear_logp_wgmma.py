@@ -3,6 +3,7 @@ these against the replay."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from detkern.cu import linear_logp, linear_logp_wgmma
 from detkern.cu.device import describe
 from detkern.cu.gemm import Products
 from detkern.cu.linear_logp_wgmma import TILES, FusedTile
+from detkern.cu.loader import KernelBuild
 from detkern.operations.linear_logp.problem import (
     PARTS,
     PLAIN,
-    DeltaProblem,
     FoldProblem,
     Scaling,
     delta_problem,
@@ -50,13 +51,13 @@ def on_hopper() -> None:
         pytest.skip("linear_logp_wgmma.cu is for compute capability 9.0")
 
 
-def views(*tensors: Any) -> tuple[list[Any], Any]:
+def views(*tensors: Any) -> tuple[Any, Any]:
     adapter = adapter_for(tensors[0], "hidden")
-    found = [None if tensor is None else adapter.view(tensor, "hidden") for tensor in tensors]
+    found: list[Any] = [None if tensor is None else adapter.view(tensor, "hidden") for tensor in tensors]
     return found, adapter.execution(found[0].device)
 
 
-def prepared(problem: FoldProblem | DeltaProblem, tile: FusedTile | None, execution: Any) -> Any:
+def prepared(problem: Any, tile: FusedTile | None, execution: Any) -> Any:
     """What runs it: the tile, or where there is none products."""
     fold = isinstance(problem, FoldProblem)
     if tile is not None:
@@ -205,3 +206,27 @@ def test_layouts_that_tma_cannot_read_go_by_products() -> None:
     shifted.copy_(hidden)
     for given in ((hidden, turned), (shifted, weight)):
         assert equal(detkern.linear_logp(*given, target, contract="mma16"), expected)
+
+
+@pytest.mark.parametrize(
+    "tile", ["16x128x128x6", "128x192x64x5 in turn", "128x192x64x5 b shared in turn", "128x256x64x4"]
+)
+def test_roles_that_sleep_at_random_give_the_same_bits(tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stages that are given back before they are read do not, so the sleep does move the roles."""
+    given = case(16 if tile.startswith("16") else 600, 4000, 4104, 1, torch.bfloat16, False, False)
+    grads = torch.randn(2, given[0].shape[0], device="cuda")
+
+    def results(jitter: int) -> tuple[Any, Any]:
+        def build_for(*arguments: Any, **settings: Any) -> KernelBuild:
+            build = made(*arguments, **settings)
+            return replace(build, macros=(*build.macros, ("JITTER", jitter))) if jitter else build
+
+        monkeypatch.setattr(linear_logp_wgmma, "build_for", build_for)
+        return fold(TILES[tile], given, PLAIN, False), delta(TILES[tile], given, state, grads, PLAIN)
+
+    made = linear_logp_wgmma.build_for
+    state = fold(None, given, PLAIN, False)
+    plain = results(0)
+    for _ in range(3):
+        assert all(map(equal, results(1), plain))
+    assert not any(map(equal, results(2), plain)), "stages given back early must show"
