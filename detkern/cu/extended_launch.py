@@ -14,7 +14,7 @@ from . import tensor_map
 from .geometry import Maps
 from .loader import KernelBuild
 
-__all__ = ["ExtendedLaunch", "LaunchFailure", "Launched"]
+__all__ = ["ExtendedLaunch", "LaunchFailure", "Launched", "launch_dependent"]
 
 _KEPT = 64  # configurations (one a stream) and sets of maps of one plan, at most
 # Addresses of a kernel's parameters. Bytes stand for where they lie.
@@ -92,6 +92,17 @@ class ExtendedLaunch:
         return _configuration(
             self._driver, chosen.grid, chosen.threads, chosen.build.shared_bytes, chosen.cluster, stream, dependent
         )
+
+
+def launch_dependent(function: int, grid: int, threads: int, params: bytes, stream: int) -> None:
+    """Enqueue a kernel (a CUfunction) of one block of parameters that may start while the one before it still ends, and
+    waits for it (config.dependent_launch). Raises LaunchFailure."""
+    driver = tensor_map.bindings()
+    configuration = _configuration(driver, grid, threads, 0, 1, stream, config.dependent_launch)
+    parameters = (ctypes.c_char_p * 1)(params)
+    (error,) = driver.cuLaunchKernelEx(configuration, function, ctypes.addressof(parameters), 0)
+    if error:
+        raise LaunchFailure(error.name)
 
 
 # Shared by plans: numbers of rows differ more than grids do. Nothing changes one after it is made.

@@ -14,47 +14,53 @@ from ..tensors import Device, TensorView
 from ..tensors.execution import Execution
 from ..vocabulary.dtypes import I64
 from .device import describe
+from .extended_launch import launch_dependent
 from .loader import KernelBuild, load_function
 
 __all__ = [
-    "DELTAS", "FOLDS", "MERGES", "MERGE_ROWS", "RESULTS", "SOURCE", "THREADS", "build_for", "builds", "launch_phase",
-    "moved", "on_its_device", "packed", "scratch",
+    "DELTAS", "FOLDS", "MERGES", "MERGE_ROWS", "RESULTS", "SOURCE", "THREADS", "build_for", "builds", "launch_merge",
+    "launch_phase", "merge_build", "moved", "on_its_device", "packed", "scratch",
 ]  # fmt: skip
 
 SOURCE = "linear_logp.cu"
 # Constants of the kernel file: its phases, threads of a CTA, rows of one of MERGE.
 FOLDS, MERGES, RESULTS, DELTAS = range(4)
 THREADS, MERGE_ROWS = 256, 8
-_UNITS = 4  # of what a phase of this file writes for MERGE
+_FEW_ROWS = 256
 
 # LogpParams of parts/logp_params.cuh.
 _PARAMS = struct.Struct("<6Q18q7i3f2i")
 
 
-def build_for(phase: int, units: int = _UNITS) -> KernelBuild:
-    """What is compiled for a phase. units: of MERGE, that a tile of what it merges has of a row."""
-    name = f"linear_logp {('fold', 'merge', 'results', 'delta')[phase]}"
-    if phase != MERGES:
-        return KernelBuild(SOURCE, (("PHASE", phase),), 0, name)
-    return KernelBuild(SOURCE, (("PHASE", phase), ("TILE_UNITS", units)), 0, f"{name} {units}")
+def build_for(phase: int) -> KernelBuild:
+    """What is compiled for a phase."""
+    return KernelBuild(SOURCE, (("PHASE", phase),), 0, f"linear_logp {('fold', 'merge', 'results', 'delta')[phase]}")
+
+
+def merge_build(units: int, rows: int) -> KernelBuild:
+    """What is compiled to merge the states of Hopper's tiles of so many units; rows: of a CTA."""
+    macros = (("PHASE", MERGES), ("TILE_UNITS", units), ("MERGE_ROWS", rows), ("DEPENDENT", 1))
+    return KernelBuild(SOURCE, macros, 0, f"linear_logp merge {units} {rows}")
 
 
 def builds() -> list[KernelBuild]:
-    """Every build that a launch may need, on any device, beside those of products; also of tiles of Hopper."""
-    return [build_for(phase) for phase in (FOLDS, MERGES, RESULTS, DELTAS)] + [
-        build_for(MERGES, 2),
-        build_for(MERGES, 3),
-    ]
+    """Every build that a launch may need, on any device, beside those of products."""
+    return [build_for(phase) for phase in (FOLDS, MERGES, RESULTS, DELTAS)]
 
 
-def launch_phase(
-    phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int, units: int = _UNITS
-) -> None:
-    """Enqueue a phase on the device, which is current; units: as in `build_for`."""
+def launch_merge(device: Device, rows: int, params: bytes, stream: int, units: int) -> None:
+    """Enqueue `merge_build`'s kernel on the device, which is current, behind the tiles. Few rows get a CTA each."""
+    facts, of_cta = describe(device.index), 1 if rows <= _FEW_ROWS else MERGE_ROWS
+    function = load_function(device.index, facts.capability, merge_build(units, of_cta), stream)
+    launch_dependent(function.ptr, -(-rows // of_cta), THREADS, params, stream)
+
+
+def launch_phase(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int) -> None:
+    """Enqueue a phase on the device, which is current."""
     from cupy.cuda import driver
 
     facts = describe(device.index)
-    function = load_function(device.index, facts.capability, build_for(phase, units), stream)
+    function = load_function(device.index, facts.capability, build_for(phase), stream)
     # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the
     # driver copies the block before it returns.
     held = ctypes.c_char_p(params)

@@ -20,7 +20,17 @@ from .extended_launch import ExtendedLaunch
 from .gemm_tile import SHARED_B, Load, shared_limit
 from .geometry import Maps, load_paths, operand_map
 from .launch import pack_params
-from .linear_logp_launch import DELTAS, FOLDS, MERGE_ROWS, MERGES, launch_phase, moved, on_its_device, packed, scratch
+from .linear_logp_launch import (
+    DELTAS,
+    FOLDS,
+    MERGE_ROWS,
+    launch_merge,
+    merge_build,
+    moved,
+    on_its_device,
+    packed,
+    scratch,
+)
 from .loader import KernelBuild, load_function
 from .tensor_map import available, map_shapes, output_map_shape
 
@@ -92,8 +102,11 @@ TILES = {
     str(tile): tile
     for tile in (
         FusedTile(16, 128, 128, 6, 64),
+        FusedTile(16, 192, 128, 4, 64),
         FusedTile(32, 128, 128, 5, 64),
+        FusedTile(32, 192, 64, 8, 64),
         FusedTile(64, 128, 128, 4, 64),
+        FusedTile(64, 192, 64, 7, 64),
         FusedTile(128, 128, 64, 6, 128, in_turn=True),
         FusedTile(128, 192, 64, 5, 128, in_turn=True),
         FusedTile(128, 192, 64, 5, 128, in_turn=True, shares=SHARED_B),
@@ -103,15 +116,26 @@ TILES = {
 """By name, those of few rows first."""
 
 
-def chosen(problem: FoldProblem | DeltaProblem, rows: int) -> FusedTile:
-    """The tile of so many rows. A bias or a softcap leaves no registers for the widest ones."""
-    few = {16: "16x128x128x6", 32: "32x128x128x5", 64: "64x128x128x4"}
-    for most, name in few.items():
-        if rows <= most:
-            return TILES[name]
-    if problem.bias is not None or problem.scaling.cap is not None:
-        return TILES["128x128x64x6 in turn"]
-    return TILES["128x192x64x5 in turn"]
+# Of an H200 (docs/hopper.md): bytes a microsecond that all multiprocessors read of memory, and that one of them takes.
+_ALL_READ, _ONE_READS = 4.5e6, 0.1e6
+
+
+def chosen(problem: FoldProblem | DeltaProblem, rows: int, multiprocessors: int) -> FusedTile:
+    """The tile of so many rows. Up to 64 memory decides, and so how the last tiles are shared out. A bias or a softcap
+    leaves no registers for the widest tiles."""
+    plain = problem.bias is None and problem.scaling.cap is None
+    if rows > 64:
+        return TILES["128x192x64x5 in turn" if plain else "128x128x64x6 in turn"]
+    few = next(count for count in (16, 32, 64) if rows <= count)
+    tiles = [tile for tile in TILES.values() if tile.rows == few and (plain or tile.columns == 128)]
+
+    def microseconds(tile: FusedTile) -> float:
+        rounds, last = divmod(_part_tiles(problem, tile)[2], multiprocessors)
+        size = 2 * problem.k * tile.columns
+        ends = max(last * size / _ALL_READ, size / _ONE_READS) if last else 0
+        return rounds * multiprocessors * size / _ALL_READ + ends
+
+    return min(tiles, key=microseconds)
 
 
 def build_for(
@@ -131,15 +155,16 @@ def build_for(
 
 
 def builds() -> list[KernelBuild]:
-    """What is compiled ahead: of both types what is chosen without a bias and a softcap."""
-    names = [name for name, tile in TILES.items() if tile.rows <= 64 or name == "128x192x64x5 in turn"]
-    return [
-        build_for(phase, operand, TILES[name], entropy=entropy)
+    """What is compiled ahead: of both types what is chosen without a bias and a softcap, and the merges behind it."""
+    tiles = [tile for name, tile in TILES.items() if tile.rows <= 64 or name == "128x192x64x5 in turn"]
+    found = [
+        build_for(phase, operand, tile, entropy=entropy)
         for phase in (FOLDS, DELTAS)
         for operand in (F16, BF16)
-        for name in names
+        for tile in tiles
         for entropy in (False, True)
     ]
+    return found + [merge_build(units, rows) for units in (2, 3) for rows in (1, MERGE_ROWS)]
 
 
 def _product(problem: FoldProblem | DeltaProblem, rows: int, pointers: tuple[int, int, int, int]) -> GemmProblem:
@@ -211,7 +236,7 @@ class _Fused:
 
     def tile_for(self, rows: int) -> FusedTile:
         """The tile of so many rows."""
-        return self.tile or chosen(self.problem, rows)
+        return self.tile or chosen(self.problem, rows, describe(self.problem.device.index).multiprocessors)
 
     def plan(
         self, rows: int, pointers: tuple[int, int, int, int], tile: FusedTile, stream: int
@@ -288,7 +313,7 @@ class Folds:
             )  # fmt: skip
             pointers = left.pointer, weight.pointer, 0 if bias is None else bias.pointer, 0
             self._fused.launch(count, pointers, tile, params, stream)
-            launch_phase(MERGES, given.device, (-(-count // MERGE_ROWS), 1), params, stream, tile.units)
+            launch_merge(given.device, count, params, stream, tile.units)
 
 
 class Deltas:
@@ -319,7 +344,7 @@ class Deltas:
 
 def explained(problem: FoldProblem | DeltaProblem) -> Kernel:
     """What would be launched."""
-    tile = chosen(problem, problem.m)
+    tile = chosen(problem, problem.m, describe(problem.device.index).multiprocessors)
     fold = isinstance(problem, FoldProblem)
     rows, size = row_pieces(problem, tile) if isinstance(problem, FoldProblem) else (problem.m, 0)
     return Kernel(

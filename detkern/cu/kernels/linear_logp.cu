@@ -5,17 +5,25 @@
 // state, from here (TILE_UNITS 4) or from linear_logp_wgmma.cu, whose tiles have 2 to 4 units of a row. RESULTS: the
 // states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its logits.
 // Launch. 256 threads. FOLD: grid (ceil(rows / 8), nodes), a warp a row, eight lanes a unit. MERGE: grid
-// ceil(rows / 8), a warp a part, of eight rows four slices each. RESULTS: grid ceil(rows / 256). DELTA: grid (rows,
+// ceil(rows / MERGE_ROWS), a warp a part, of MERGE_ROWS rows (1, 8) 32 / MERGE_ROWS slices each; DEPENDENT (1), behind
+// linear_logp_wgmma.cu, a dependent launch. RESULTS: grid ceil(rows / 256). DELTA: grid (rows,
 // ceil(columns / 2048)).
 // Memory. No dynamic shared memory. `nodes`: [nodes][2, or 3 with entropy][rows] binary32, read by MERGE.
 #include "parts/logp_gradient.cuh"
 #include "parts/logp_params.cuh"
 #include "parts/logp_state.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/types.cuh"
 
 #ifndef TILE_UNITS
 #define TILE_UNITS 4
+#endif
+#ifndef MERGE_ROWS
+#define MERGE_ROWS 8
+#endif
+#ifndef DEPENDENT
+#define DEPENDENT 0
 #endif
 
 enum Phase : int32_t { FOLD = 0, MERGE = 1, RESULTS = 2, DELTA = 3 };
@@ -23,11 +31,11 @@ enum Phase : int32_t { FOLD = 0, MERGE = 1, RESULTS = 2, DELTA = 3 };
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int GROUP = 4 * UNIT;
 constexpr int NODE_UNITS = TILE_UNITS == 4 ? 4 : 2;  // of a node of MERGE
-constexpr int MERGE_ROWS = 8, SLICES = 32 / MERGE_ROWS;
+constexpr int SLICES = 32 / MERGE_ROWS;
 constexpr int DELTA_COLUMNS = 8 * THREADS;
 constexpr int PARTS = 8;
 // Of a tree over the blocks of a slice of a part: for vocabularies to 2^31, of linear_logp_wgmma.cu to 2^22.
-constexpr int LEVELS = TILE_UNITS == 4 ? 18 : 8;
+constexpr int LEVELS = DEPENDENT ? 8 : 18;
 
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
   return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
@@ -161,6 +169,7 @@ DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int6
 }
 
 DETKERN_INLINE void merge(const LogpParams& p) {
+  if constexpr (DEPENDENT) wait_for_earlier_grid();
   __shared__ float shared[3][PARTS][MERGE_ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane % MERGE_ROWS;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * MERGE_ROWS + place;

@@ -80,6 +80,7 @@ void named_barrier(int barrier) {
   const int64_t complete = (arrivals(barrier)++ / THREAD_COUNT + 1) * THREAD_COUNT;
   while (arrivals(barrier) < complete) emulation::Fibers::of_this_thread().barrier();
 }
+inline void wait_for_earlier_grid() {}
 inline int thread_index() { return emulation::thread(); }
 
 inline uint32_t __float_as_uint(float value) {

@@ -317,15 +317,16 @@ def test_the_bias_gradient_compiles_within_bounds(
     log, code = compiled_sums[architecture, build].result()
     macros = dict(build.macros)
     # Vector loads: three CTAs an SM, as their shared memory has room for. Gathering: one, all of its loads in flight.
-    assert registers_of(log) <= (200 if macros["LOAD"] == Load.STRIDED else 64)
+    few = build.source == column_sum.FEW_SOURCE
+    assert registers_of(log) <= (200 if macros.get("LOAD") == Load.STRIDED else 64)
     assert build.shared_bytes <= gemm_tile.shared_limit(ARCHITECTURES[architecture])
     instructions = instructions_of(code)
     # A whole stage is unrolled: one addition a row and no loop between them.
-    assert sum(name == "FADD" for name in instructions) > macros["ROWS"]
+    assert sum(name == "FADD" for name in instructions) > macros.get("ROWS", 4)
     for name in instructions:
         assert not name.startswith(("FFMA", "FMUL")), name
         check_instruction(name)
-    if macros["LOAD"] != Load.STRIDED:
+    if not few and macros["LOAD"] != Load.STRIDED:
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 

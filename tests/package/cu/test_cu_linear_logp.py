@@ -53,8 +53,8 @@ class Products:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], ctypes.CDLL]:
-    """By phase and units: the kernel's own files, with the host's PTX for that of ptx/."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], ctypes.CDLL]:
+    """By phase, and of merges behind tiles units and rows: the kernel's own files, with the host's PTX for that of ptx/."""
     folder = tmp_path_factory.mktemp("linear_logp")
     shutil.copytree(loader.FOLDER, folder, dirs_exist_ok=True)
     for source in (EMULATION / "cuda" / "ptx.cuh", EMULATION / "cuda" / "blocks.cpp", EMULATION / "fibers.h"):
@@ -64,7 +64,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int],
         kept = [line for line in lines if not line.startswith(("typedef", "#define DETKERN_INLINE"))]
         header.write_text("".join(["#include <cstdint>\n", *kept, '#include "ptx.cuh"\n']))
     found = {}
-    for build in linear_logp_launch.builds():
+    merges = [linear_logp_launch.merge_build(units, rows) for units in (2, 3, 4) for rows in (1, 8)]
+    for build in linear_logp_launch.builds() + merges:
         library = folder / f"{build.entry}.so"
         command = [
             "g++", "-std=c++17", "-O1", "-mfma", "-shared", "-fPIC", "-ffp-contract=off", "-fpermissive", "-w",
@@ -75,16 +76,16 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int],
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         macros = dict(build.macros)
-        found[macros["PHASE"], macros.get("TILE_UNITS", 4)] = ctypes.CDLL(str(library))
+        found[macros["PHASE"], macros.get("TILE_UNITS", 0), macros.get("MERGE_ROWS", 0)] = ctypes.CDLL(str(library))
     return found
 
 
 @pytest.fixture
-def execution(libraries: dict[tuple[int, int], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Execution:
+def execution(libraries: dict[tuple[int, ...], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Execution:
     """Where launches run on the host; scratch memory holds NaN."""
 
-    def launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int, units: int = 4) -> None:
-        libraries[phase, units].emulation_launch(params, *grid)
+    def launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int) -> None:
+        libraries[phase, 0, 0].emulation_launch(params, *grid)
 
     def allocate(size: int) -> TensorView:
         memory = np.full(size, 0xFF, np.uint8)
@@ -218,10 +219,11 @@ def test_shards_make_the_whole(execution: Execution) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("units", [2, 3, 4])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_states_of_tiles_are_merged(
-    units: int, entropy: bool, libraries: dict[tuple[int, int], ctypes.CDLL], execution: Execution
+    units: int, rows: int, entropy: bool, libraries: dict[tuple[int, ...], ctypes.CDLL]
 ) -> None:
     """What Hopper's tiles leave of 2, 3 and 4 units: one state, of three that of a pair and that of the other unit."""
     m, lines, nodes_of_tile = 11, 3 if entropy else 2, 2 if units == 3 else 1
@@ -253,7 +255,7 @@ def test_states_of_tiles_are_merged(
             problem, views[2], (0, m), nodes=nodes.ctypes.data, state=(out.ctypes.data, problem.out),
             columns=vocabulary, part_nodes=part_nodes,
         )  # fmt: skip
-        libraries[linear_logp_launch.MERGES, units].emulation_launch(params, -(-m // linear_logp_launch.MERGE_ROWS), 1)
+        libraries[linear_logp_launch.MERGES, units, rows].emulation_launch(params, -(-m // rows), 1)
         expected = np.stack(tree(parts))
         if not entropy:
             expected[2] = 0

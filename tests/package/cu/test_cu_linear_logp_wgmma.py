@@ -14,6 +14,7 @@ from cu_compiled import (
 )
 
 from detkern.cu import gemm_tile, linear_logp_wgmma
+from detkern.cu.device import CudaDevice
 from detkern.cu.linear_logp_launch import DELTAS, FOLDS
 from detkern.cu.linear_logp_wgmma import TILES, build_for, chosen, row_pieces
 from detkern.cu.loader import KernelBuild
@@ -75,22 +76,22 @@ def test_compiles_within_bounds(build: KernelBuild) -> None:
 
 
 def test_the_tile_is_chosen_by_rows_and_registers() -> None:
-    for rows, expected in (
-        (1, "16x128x128x6"),
-        (17, "32x128x128x5"),
-        (64, "64x128x128x4"),
-        (65, "128x192x64x5 in turn"),
-    ):
-        assert str(chosen(problem(rows, 1000), rows)) == expected
+    for rows, tile in ((1, "16x128"), (17, "32x128"), (64, "64x128"), (65, "128x192"), (4096, "128x192")):
+        assert str(chosen(problem(rows, 128_256), rows, 132)).startswith(tile)
     for settings in ({"bias": True}, {"cap": True}):
-        assert str(chosen(problem(4096, 1000, **settings), 4096)) == "128x128x64x6 in turn"
+        assert str(chosen(problem(4096, 1000, **settings), 4096, 132)) == "128x128x64x6 in turn"
+        assert chosen(problem(1, 151_936, **settings), 1, 132).columns == 128
+    # 9 tiles of 128 columns a multiprocessor and four more, six of 192.
+    assert str(chosen(problem(1, 151_936), 1, 132)) == "16x192x128x4"
 
 
-def test_states_stay_within_their_bytes() -> None:
+def test_states_stay_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = CudaDevice(0, "Made-up GPU", "uuid", (9, 0), 132, "1.0")
+    monkeypatch.setattr(linear_logp_wgmma, "describe", lambda index: made_up)
     for m, vocabulary in ((4096, 128_256), (8192, 151_936), (16_384, 262_144), (100_000, 32_000), (65, 7)):
         for entropy in (False, True):
             given = problem(m, vocabulary, entropy=entropy)
-            tile = chosen(given, m)
+            tile = chosen(given, m, 132)
             rows, size = row_pieces(given, tile)
             assert rows * size <= linear_logp_wgmma.NODES_BYTES
             assert rows % tile.rows == 0
