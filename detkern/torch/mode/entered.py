@@ -1,0 +1,209 @@
+"""Which modes a thread is in, and by which of two mechanisms they work.
+
+PyTorch asks a TorchFunctionMode about every call and every reading of a shape, which takes more time than all that a mode
+does. So modes work at two of the dispatcher's keys (kernels.py): thread-local bits, for which only the ops that a mode has
+to see have a kernel, so that the others cost nothing.
+
+- `KEY` is on while the thread is in a mode.
+- `RECORDING` too, for ops that a mode sees for the sake of their gradient: but not where Python has switched autograd off,
+  as `no_grad` does (hooks.py).
+
+torch.compile and torch.export trace functions of Python, not the dispatcher: while they are at work in a thread, its modes
+are *suspended*: the keys are off and the modes are TorchFunctionModes on PyTorch's stack.
+
+What a thread is in lies in an immutable object in PyTorch's own thread-local storage, which follows a backward pass into
+the threads of the autograd engine, as the keys do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+
+__all__ = [
+    "KEY", "RECORDING", "Entered", "clear", "current", "enter", "is_recording", "leave", "modes", "prune", "record", "resume",
+    "suspend", "suspended",
+]  # fmt: skip
+
+# PyTorch has these two above all others, those of torch.func among them, and gives none of them a kernel: nothing but its
+# own tests of the dispatcher uses them.
+KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+RECORDING: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
+_NAME = "detkern.torch.mode"
+
+_include, _is_included = (
+    torch._C._dispatch_tls_set_dispatch_key_included,
+    torch._C._dispatch_tls_is_dispatch_key_included,
+)
+_has, _get, _set = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+# A thread that ends with an object of Python there waits for the interpreter, so nothing stays. PyTorch had no such function before 2.9.
+_remove = getattr(torch._C, "_remove_obj_from_tls", None) or (lambda name: _set(name, None))
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    mode: Any
+    lasting: bool  # by enable(), not by a with block
+
+
+class Entered:
+    """What a thread is in.
+
+    entries:   the innermost first.
+    modes:     theirs.
+    suspended: whether they are on PyTorch's stack of function modes, and the keys off.
+    recorded:  what RECORDING was when they were suspended.
+    """
+
+    __slots__ = ("entries", "modes", "recorded", "suspended")
+
+    def __init__(self, entries: tuple[_Entry, ...], suspended: bool, recorded: bool) -> None:
+        self.entries, self.suspended, self.recorded = entries, suspended, recorded
+        self.modes = tuple(entry.mode for entry in entries)
+
+
+def current() -> Entered | None:
+    """What this thread is in; None for no mode."""
+    return _get(_NAME) if _has(_NAME) else None
+
+
+def modes() -> tuple[Any, ...]:
+    """This thread's modes, the innermost first."""
+    now = current()
+    return () if now is None else now.modes
+
+
+def enter(mode: Any, *, lasting: bool = False, outermost: bool = False) -> None:
+    """Put this thread into the mode, which lies in those that it is in already, or around them."""
+    now = current()
+    entry = _Entry(mode, lasting)
+    if now is None:
+        entries, hidden = (entry,), _traced()
+    else:
+        entries = (*now.entries, entry) if outermost else (entry, *now.entries)
+        hidden = now.suspended
+    _become(entries, hidden)
+    # A with block that begins where autograd is off ends there too.
+    if lasting or torch.is_grad_enabled():
+        record(True)
+
+
+def leave(mode: Any, *, lasting: bool = False) -> bool:
+    """Take this thread out of the mode, where it has entered it last by a with block, or by enable(); whether it had."""
+    now = current()
+    if now is None:
+        return False
+    for i, entry in enumerate(now.entries):
+        if entry.mode is mode and entry.lasting is lasting:
+            _become(now.entries[:i] + now.entries[i + 1 :], now.suspended)
+            return True
+    return False
+
+
+def clear() -> None:
+    """Take this thread out of all of its modes."""
+    _become((), False)
+
+
+def prune() -> None:
+    """Forget the modes of this thread that have ended elsewhere."""
+    now = current()
+    if now is not None and any(entry.mode.ended for entry in now.entries):
+        _become(tuple(entry for entry in now.entries if not entry.mode.ended), now.suspended)
+
+
+def _become(entries: Iterable[_Entry], hidden: bool) -> None:
+    before = current()
+    recorded = _is_included(RECORDING) if before is None or not before.suspended else before.recorded
+    after = Entered(tuple(entries), hidden, recorded) if entries else None
+    gone = list(before.modes) if before is not None and before.suspended else []
+    come = list(after.modes) if after is not None and after.suspended else []
+    for mode in list(come):
+        if mode in gone:
+            gone.remove(mode)
+            come.remove(mode)
+    _take_off(gone)
+    for mode in reversed(come):
+        _push_mode(mode)
+    if after is not None:
+        _set(_NAME, after)
+    elif before is not None:
+        _remove(_NAME)
+    at_work = after is not None and not after.suspended
+    _include(KEY, at_work)
+    if not at_work:
+        _include(RECORDING, False)
+
+
+def _take_off(gone: list[Any]) -> None:
+    """Take modes off PyTorch's stack, from where the others stay."""
+    kept = []
+    while gone and _len_torch_function_stack():
+        mode = _pop_mode()
+        if mode in gone:
+            gone.remove(mode)
+        else:
+            kept.append(mode)
+    for mode in reversed(kept):
+        _push_mode(mode)
+
+
+# Gradients.
+
+
+def is_recording() -> bool | None:
+    """Whether ops are seen for the sake of their gradients; None where the thread is in no mode, or its modes are suspended."""
+    return _is_included(RECORDING) if _is_included(KEY) else None
+
+
+def record(on: bool) -> None:
+    """See ops for the sake of their gradients, or no longer; without effect where no mode is at work."""
+    if _is_included(KEY):
+        _include(RECORDING, on)
+
+
+# Tracers.
+
+
+def suspend() -> None:
+    """Put this thread's modes on PyTorch's stack."""
+    now = current()
+    if now is not None and not now.suspended:
+        _become(now.entries, True)
+
+
+def resume() -> None:
+    """Take them off it, back to the keys."""
+    now = current()
+    if now is not None and now.suspended:
+        _become(now.entries, False)
+        record(now.recorded or torch.is_grad_enabled())
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """With this thread's modes on PyTorch's stack; where they are there already they stay."""
+    now = current()
+    if now is None or now.suspended:
+        yield
+        return
+    suspend()
+    try:
+        yield
+    finally:
+        resume()
+
+
+def _traced() -> bool:
+    """Whether torch.compile is at work in this thread: tracing, or about to look at each function that is called."""
+    if torch.compiler.is_compiling():
+        return True
+    tracer = sys.modules.get("torch._C._dynamo.eval_frame")
+    callback: Callable[[], Any] | None = getattr(tracer, "get_eval_frame_callback", None)
+    return callback is not None and callback() is not None

@@ -1,0 +1,180 @@
+"""What modes have to hear of that PyTorch says to nobody, by functions put around its own when the first mode is entered.
+
+- `no_grad` and its like: the ops that are seen for the sake of their gradients cost nothing while Python has switched
+  autograd off. C++ switches it too, and back, unheard; so they are unseen only inside of such a block.
+- A backward pass: its formulas record nothing, unless it makes a graph.
+- torch.compile and torch.export, which trace functions of Python: see entered.py.
+- The fused path of MultiheadAttention, which PyTorch leaves out where something watches its functions.
+
+In a thread that is in no mode each does what it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import entered
+
+__all__ = ["install"]
+
+_OUTER = "_detkern_recording"
+_installed = False
+
+
+def install() -> None:
+    """Put them there, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode):
+        _around_block(kind)
+    _around_switch()
+    _around_backward()
+    _around_fused_attention()
+    _after_import("torch._dynamo.eval_frame", _around_compiled)
+    _after_import("torch.export._trace", _around_export)
+
+
+# Recording.
+
+
+def _around_block(kind: Any) -> None:
+    """A block that sets whether autograd records: what it sets holds for the mode too, until its end."""
+    enter, leave = kind.__enter__, kind.__exit__
+
+    @functools.wraps(enter)
+    def entering(self: Any) -> Any:
+        before = entered.is_recording()
+        result = enter(self)
+        if before is not None:
+            entered.record(torch.is_grad_enabled())
+        self.__dict__[_OUTER] = before
+        return result
+
+    @functools.wraps(leave)
+    def leaving(self: Any, *error: Any) -> Any:
+        result = leave(self, *error)
+        before = self.__dict__.pop(_OUTER, None)
+        # A mode that was entered inside, or again, sees what the block around it records.
+        entered.record(bool(before) or torch.is_grad_enabled())
+        return result
+
+    kind.__enter__, kind.__exit__ = entering, leaving
+
+
+def _around_switch() -> None:
+    """torch.set_grad_enabled(True) as a function."""
+    before = torch.set_grad_enabled.__init__
+
+    @functools.wraps(before)
+    def init(self: Any, mode: bool) -> None:
+        before(self, mode)
+        if mode:
+            entered.record(True)
+
+    torch.set_grad_enabled.__init__ = init  # type: ignore[method-assign]
+
+
+def _around_backward() -> None:
+    before = torch.autograd._engine_run_backward
+
+    @functools.wraps(before)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = entered.is_recording()
+        if recording is None:
+            return before(t_outputs, *args, **kwargs)
+        entered.record(bool(kwargs.get("create_graph", args[2] if len(args) > 2 else True)))
+        try:
+            return before(t_outputs, *args, **kwargs)
+        finally:
+            entered.record(recording)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+def _around_fused_attention() -> None:
+    before = torch.backends.mha.get_fastpath_enabled
+
+    @functools.wraps(before)
+    def get_fastpath_enabled() -> bool:
+        if not torch.compiler.is_compiling() and entered.is_recording() is not None:
+            return False
+        return before()  # type: ignore[no-any-return]
+
+    torch.backends.mha.get_fastpath_enabled = get_fastpath_enabled
+
+
+# Tracers.
+
+
+def _around_compiled(module: ModuleType) -> None:
+    """Dynamo sets its callback in a thread before it runs what is compiled, and what was there before after that: None, where
+    it shall not look at functions."""
+    before: Callable[[Any], Any] = module._maybe_set_eval_frame
+
+    def _maybe_set_eval_frame(callback: Any) -> Any:
+        # While a callback is set dynamo looks at each function of Python that is called, so here none is.
+        if callback is None:
+            entered.resume()
+        else:
+            entered.suspend()
+        return before(callback)
+
+    module._maybe_set_eval_frame = _maybe_set_eval_frame  # type: ignore[attr-defined]
+
+
+def _around_export(module: ModuleType) -> None:
+    before = getattr(module, "_compiling_state_context", None)
+    if before is None:
+        return  # kernels.py refuses it
+
+    @contextmanager
+    def compiling_state_context() -> Any:
+        with entered.suspended(), before():
+            yield
+
+    module._compiling_state_context = compiling_state_context  # type: ignore[attr-defined]
+
+
+def _after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Change a module now, or when it is imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        change(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as others do, once, and has it changed after its own code has run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute, change = spec.loader.exec_module, self.change
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,248 @@
+"""The ops that a mode has to see, at the dispatcher's keys of entered.py.
+
+Each overload of aten that coverage.py has a handler for, that strict refuses, or that is composed below Python, has a
+kernel at `KEY`; what has a gradient to be summed, and nothing else, has one at `RECORDING`. The dispatcher passes all
+others by. A kernel calls the handler with both keys excluded, as a TorchFunctionMode is off while it runs.
+
+What PyTorch itself does inside of an op stays PyTorch's: below autograd, in the levels of torch.func, and in the formulas
+of a backward pass. What Python calls there, in a hook or in a checkpoint that runs a forward anew, is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError
+from . import broadcasting, coverage, indexing, products, reductions
+from .einsum import einsum
+from .entered import KEY, RECORDING, current, prune
+
+__all__ = ["register"]
+
+_exclude, _is_excluded = (
+    torch._C._dispatch_tls_set_dispatch_key_excluded,
+    torch._C._dispatch_tls_is_dispatch_key_excluded,
+)
+_FRONT = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_transforms, _graph_task = torch._C._are_functorch_transforms_active, torch._C._current_graph_task_id
+_grad_enabled, _inference, _compiling = (
+    torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.compiler.is_compiling,
+)  # fmt: skip
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+_libraries: list[Any] = []
+
+
+def _cross_entropy(
+    mode: Any,
+    self: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """aten::cross_entropy_loss's signature."""
+    named = ("none", "mean", "sum")[reduction]
+    return reductions.cross_entropy(mode, self, target, weight, None, ignore_index, None, named, label_smoothing)
+
+
+def _einsum(mode: Any, equation: str, tensors: Any, *, path: Any = None) -> Any:
+    """aten::einsum's signature. The order of the products is the mode's."""
+    return einsum(mode, equation, *tensors)
+
+
+# Functions that are Python of PyTorch's own for a TorchFunctionMode, with other signatures.
+_NATIVE: dict[str, Callable[..., Any]] = {
+    "cross_entropy_loss": _cross_entropy, "einsum": _einsum, "tensordot": products.tensordot,
+}  # fmt: skip
+# Handlers of what has a gradient to be summed, and is else PyTorch's.
+_READING = frozenset((*indexing.READING, "take", "take_along_dim", "repeat_interleave"))
+
+
+def register() -> None:
+    """Give the dispatcher the kernels, at the first call."""
+    if _libraries:
+        return
+    aten = torch.library.Library("aten", "IMPL")
+    for key, kernels in (("TESTING_ONLY_GenericMode", _at_work()), ("TESTING_ONLY_GenericWrapper", _recording())):
+        every = torch._C._dispatch_library("IMPL", "_", key)
+        every.fallback_fallthrough(key)
+        _libraries.append(every)
+        for overload, kernel in kernels:
+            aten.impl(overload, kernel, key)
+    _libraries.append(aten)
+
+
+def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """aten's overloads of these names."""
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            yield name, getattr(packet, overload)
+
+
+def _at_work() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    handled = {coverage.name_of(func) for func in coverage.HANDLERS} - _READING
+    names = dict.fromkeys([*handled, *_NATIVE, *coverage.POINTWISE, *coverage.UNCOVERED, *_composed_names()])
+    for name, overload in _overloads(names):
+        if name in handled or name in _NATIVE:
+            yield overload, _kernel(overload, _covered(overload, _NATIVE.get(name)))
+        elif name in coverage.POINTWISE:
+            yield overload, _kernel(overload, _elementwise(coverage.ELEMENTWISE[overload]))
+        elif name in coverage.UNCOVERED:
+            yield overload, _kernel(overload, _uncovered)
+        elif name not in _READING:
+            yield overload, _kernel(overload, _composed)
+
+
+def _composed_names() -> Iterator[str]:
+    """Of what may be made of covered ops below Python."""
+    for name in dict.fromkeys(schema.name.removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()):
+        inner = name.startswith(("_", "sym_", "is_", "lift", "q_")) or name.endswith(("_copy", "_backward"))
+        if not inner and name.isidentifier() and name.removesuffix("_") not in coverage.PLAIN:
+            yield name
+
+
+def _recording() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    for name, overload in _overloads(_READING):
+        if any(argument.name == "out" for argument in overload._schema.arguments):
+            continue  # no gradient
+        yield overload, _recorded(overload, overload, _covered(overload, None))
+    for name, overload in _overloads(broadcasting.NAMES):
+        arguments = overload._schema.arguments
+        tensors = [argument for argument in arguments if str(argument.type) == "Tensor"]
+        if any(argument.name == "out" for argument in arguments):
+            continue
+        if len(tensors) > 1 or name == "expand":  # what is broadcast to another one
+            handler = broadcasting.handler_of(overload, name)
+            yield overload, _recorded(overload, getattr(torch, name, overload), _elementwise(handler))
+
+
+def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """aten's overloads of these names that the dispatcher knows and that take a tensor."""
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            found = getattr(packet, overload)
+            taken = any("Tensor" in str(argument.type) for argument in found._schema.arguments)
+            if taken and torch._C._dispatch_has_kernel(found.name()):
+                yield name, found
+
+
+def _kernel(overload: Any, action: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel that has an action give the result: (modes, overload, args, kwargs)."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        _exclude(KEY, True)
+        _exclude(RECORDING, True)
+        try:
+            now = current()
+            if now is None or now.suspended or _inside():
+                return overload(*args, **kwargs)
+            if _compiling():
+                raise ArgumentError(
+                    "what traces here (torch.export, say) does not see into batch_invariant_mode with this version of "
+                    "PyTorch: trace with strict=True, or outside of the mode"
+                )
+            return action(now.modes, overload, args, kwargs)
+        finally:
+            _exclude(KEY, False)
+            _exclude(RECORDING, False)
+
+    return kernel
+
+
+def _recorded(overload: Any, plain: Callable[..., Any], action: Callable[..., Any]) -> Callable[..., Any]:
+    """As _kernel, for what is PyTorch's where autograd records nothing. `plain` is the op as Python calls it, which takes less
+    time."""
+    seen = _kernel(overload, action)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _grad_enabled():
+            return seen(*args, **kwargs)
+        _exclude(RECORDING, True)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _exclude(RECORDING, False)
+
+    return kernel
+
+
+def _inside() -> bool:
+    """Whether PyTorch itself calls, inside of another op."""
+    if _graph_task() != -1 and _called_by_engine():
+        return True
+    if _transforms() and _is_excluded(_FRONT):
+        return True
+    return _is_excluded(_AUTOGRAD) and not _inference()
+
+
+def _called_by_engine() -> bool:
+    """Whether the Python that runs below the kernel is the start of a backward pass, or none at all, in a thread of its."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE
+
+
+# Actions. The innermost mode decides; what it leaves to PyTorch goes to the next.
+
+
+def _next(action: Callable[..., Any], modes: tuple[Any, ...], overload: Any) -> Callable[..., Any]:
+    """The op as it is for the mode around modes[0]."""
+    if len(modes) == 1:
+        return overload  # type: ignore[no-any-return]
+    return lambda *args, **kwargs: action(modes[1:], overload, args, kwargs)
+
+
+def _working(action: Callable[..., Any]) -> Callable[..., Any]:
+    """An action for modes that have not ended elsewhere."""
+
+    def run(modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+        if modes[0].ended:
+            prune()
+            return _next(run, modes, overload)(*args, **kwargs)
+        return action(run, modes, overload, args, kwargs)
+
+    return run
+
+
+def _covered(overload: Any, native: Callable[..., Any] | None) -> Callable[..., Any]:
+    name = coverage.name_of(overload)
+
+    @_working
+    def run(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+        handler = native or coverage.HANDLERS[overload]
+        result = handler(modes[0], *args, **kwargs)
+        if result is NotImplemented:
+            return modes[0].left_to_pytorch(_next(again, modes, overload), name, args, kwargs)
+        return result
+
+    return run
+
+
+def _elementwise(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @_working
+    def run(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+        result = handler(modes[0], *args, **kwargs)
+        return _next(again, modes, overload)(*args, **kwargs) if result is NotImplemented else result
+
+    return run
+
+
+@_working
+def _uncovered(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+    modes[0].uncovered(coverage.name_of(overload), "", *args, *kwargs.values())
+    return _next(again, modes, overload)(*args, **kwargs)
+
+
+@_working
+def _composed(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+    return modes[0].left_to_pytorch(_next(again, modes, overload), coverage.name_of(overload), args, kwargs)
