@@ -27,6 +27,7 @@ from . import entered
 
 __all__ = ["install"]
 
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _OUTER = "_detkern_recording"
 _installed = False
 
@@ -94,7 +95,10 @@ def _around_backward() -> None:
         recording = entered.is_recording()
         if recording is None:
             return before(t_outputs, *args, **kwargs)
-        entered.record(bool(kwargs.get("create_graph", args[2] if len(args) > 2 else True)))
+        # In a transform of torch.func its sums are PyTorch's own. There a number may be a wrapper without memory, which no
+        # kernel in Python can be called with.
+        transformed = any(isinstance(x, torch.Tensor) and _wrapped(x) for x in t_outputs)
+        entered.record(not transformed and bool(kwargs.get("create_graph", args[2] if len(args) > 2 else True)))
         try:
             return before(t_outputs, *args, **kwargs)
         finally:

@@ -77,6 +77,12 @@ def register() -> None:
         for overload, kernel in kernels:
             aten.impl(overload, kernel, key)
     _libraries.append(aten)
+    # Those of Python have no fallback of their own.
+    keys = (KEY, RECORDING)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.extend(keys)
+    for operator in torch._ops._higher_order_ops.values():
+        for one in keys:
+            operator.fallthrough(one)
 
 
 def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -105,7 +111,7 @@ def _composed_names() -> Iterator[str]:
     """Of what may be made of covered ops below Python."""
     for name in dict.fromkeys(schema.name.removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()):
         inner = name.startswith(("_", "sym_", "is_", "lift", "q_")) or name.endswith(("_copy", "_backward"))
-        if not inner and name.isidentifier() and name.removesuffix("_") not in coverage.PLAIN:
+        if not inner and name.isidentifier() and not {name, name.removesuffix("_")} & coverage.PLAIN:
             yield name
 
 
