@@ -27,8 +27,8 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 __all__ = [
-    "KEY", "RECORDING", "Entered", "clear", "current", "enter", "is_recording", "leave", "modes", "prune", "record", "resume",
-    "suspend", "suspended",
+    "KEY", "RECORDING", "Entered", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
+    "record", "suspended",
 ]  # fmt: skip
 
 # PyTorch has these two above all others, those of torch.func among them, and gives none of them a kernel: nothing but its
@@ -58,13 +58,14 @@ class Entered:
     entries:   the innermost first.
     modes:     theirs.
     suspended: whether they are on PyTorch's stack of function modes, and the keys off.
+    caller:    the frame of Python that calls compiled code, for which they are suspended.
     recorded:  what RECORDING was when they were suspended.
     """
 
-    __slots__ = ("entries", "modes", "recorded", "suspended")
+    __slots__ = ("caller", "entries", "modes", "recorded", "suspended")
 
-    def __init__(self, entries: tuple[_Entry, ...], suspended: bool, recorded: bool) -> None:
-        self.entries, self.suspended, self.recorded = entries, suspended, recorded
+    def __init__(self, entries: tuple[_Entry, ...], suspended: bool, caller: Any, recorded: bool) -> None:
+        self.entries, self.suspended, self.caller, self.recorded = entries, suspended, caller, recorded
         self.modes = tuple(entry.mode for entry in entries)
 
 
@@ -118,10 +119,12 @@ def prune() -> None:
         _become(tuple(entry for entry in now.entries if not entry.mode.ended), now.suspended)
 
 
-def _become(entries: Iterable[_Entry], hidden: bool) -> None:
+def _become(entries: Iterable[_Entry], hidden: bool, caller: Any = None) -> None:
     before = current()
+    if hidden and before is not None and before.suspended:
+        caller = before.caller
     recorded = _is_included(RECORDING) if before is None or not before.suspended else before.recorded
-    after = Entered(tuple(entries), hidden, recorded) if entries else None
+    after = Entered(tuple(entries), hidden, caller, recorded) if entries else None
     gone = list(before.modes) if before is not None and before.suspended else []
     come = list(after.modes) if after is not None and after.suspended else []
     for mode in list(come):
@@ -171,19 +174,30 @@ def record(on: bool) -> None:
 # Tracers.
 
 
-def suspend() -> None:
-    """Put this thread's modes on PyTorch's stack."""
+def _suspend(caller: Any) -> None:
     now = current()
     if now is not None and not now.suspended:
-        _become(now.entries, True)
+        _become(now.entries, True, caller)
 
 
-def resume() -> None:
-    """Take them off it, back to the keys."""
+def _resume() -> None:
     now = current()
     if now is not None and now.suspended:
         _become(now.entries, False)
         record(now.recorded or torch.is_grad_enabled())
+
+
+def call_compiled(caller: Any, *, begins: bool) -> None:
+    """Suspend this thread's modes where a frame of Python begins to call compiled code; the same frame ends it by its next
+    call. What lies in between changes nothing."""
+    now = current()
+    if now is None:
+        return
+    if not now.suspended:
+        if begins:
+            _suspend(caller)
+    elif now.caller is caller:
+        _resume()
 
 
 @contextmanager
@@ -193,16 +207,16 @@ def suspended() -> Iterator[None]:
     if now is None or now.suspended:
         yield
         return
-    suspend()
+    _suspend(None)
     try:
         yield
     finally:
-        resume()
+        _resume()
 
 
 def _traced() -> bool:
     """Whether torch.compile is at work in this thread: tracing, or about to look at each function that is called."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None:
         return True
     tracer = sys.modules.get("torch._C._dynamo.eval_frame")
     callback: Callable[[], Any] | None = getattr(tracer, "get_eval_frame_callback", None)

@@ -123,16 +123,13 @@ def _around_fused_attention() -> None:
 
 
 def _around_compiled(module: ModuleType) -> None:
-    """Dynamo sets its callback in a thread before it runs what is compiled, and what was there before after that: None, where
-    it shall not look at functions."""
+    """What calls compiled code has dynamo look at each function first, and ends that after it, by this function. What dynamo
+    is not to look at calls it too, in between."""
     before: Callable[[Any], Any] = module._maybe_set_eval_frame
 
     def _maybe_set_eval_frame(callback: Any) -> Any:
-        # While a callback is set dynamo looks at each function of Python that is called, so here none is.
-        if callback is None:
-            entered.resume()
-        else:
-            entered.suspend()
+        # No function of Python is called after `before` has set a callback, or before it takes it away.
+        entered.call_compiled(sys._getframe(1), begins=callback is not None)
         return before(callback)
 
     module._maybe_set_eval_frame = _maybe_set_eval_frame  # type: ignore[attr-defined]
