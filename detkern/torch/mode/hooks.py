@@ -44,7 +44,7 @@ def install() -> None:
     _around_backward()
     _around_fused_attention()
     _after_import("torch._dynamo.eval_frame", _around_compiled)
-    _after_import("torch.export._trace", _around_export)
+    _after_import("torch._export.utils", _around_export)
 
 
 # Recording.
@@ -145,7 +145,9 @@ def _around_export(module: ModuleType) -> None:
         with entered.suspended(), before():
             yield
 
-    module._compiling_state_context = compiling_state_context  # type: ignore[attr-defined]
+    for holder in list(sys.modules.values()):  # those that have imported it too
+        if isinstance(holder, ModuleType) and vars(holder).get("_compiling_state_context") is before:
+            holder._compiling_state_context = compiling_state_context  # type: ignore[attr-defined]
 
 
 def _after_import(name: str, change: Callable[[ModuleType], None]) -> None:
