@@ -112,9 +112,9 @@ def _around_fused_attention() -> None:
 
     @functools.wraps(before)
     def get_fastpath_enabled() -> bool:
-        if not torch.compiler.is_compiling() and entered.is_recording() is not None:
-            return False
-        return before()  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling():  # dynamo looks into this function, and not into PyTorch's
+            return bool(torch.backends.mha._is_fastpath_enabled)
+        return entered.is_recording() is None and before()
 
     torch.backends.mha.get_fastpath_enabled = get_fastpath_enabled
 
