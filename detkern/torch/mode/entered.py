@@ -27,7 +27,7 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 __all__ = [
-    "KEY", "RECORDING", "Entered", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
+    "KEY", "NAME", "RECORDING", "Entered", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
     "record", "suspended",
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ __all__ = [
 # own tests of the dispatcher uses them.
 KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
 RECORDING: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
-_NAME = "detkern.torch.mode"
+NAME = "detkern.torch.mode"
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
@@ -71,7 +71,7 @@ class Entered:
 
 def current() -> Entered | None:
     """What this thread is in; None for no mode."""
-    return _get(_NAME) if _has(_NAME) else None
+    return _get(NAME) if _has(NAME) else None
 
 
 def modes() -> tuple[Any, ...]:
@@ -135,9 +135,9 @@ def _become(entries: Iterable[_Entry], hidden: bool, caller: Any = None) -> None
     for mode in reversed(come):
         _push_mode(mode)
     if after is not None:
-        _set(_NAME, after)
+        _set(NAME, after)
     elif before is not None:
-        _remove(_NAME)
+        _remove(NAME)
     at_work = after is not None and not after.suspended
     _include(KEY, at_work)
     if not at_work:

@@ -19,7 +19,7 @@ import torch
 from ...errors import ArgumentError
 from . import broadcasting, coverage, indexing, products, reductions
 from .einsum import einsum
-from .entered import KEY, RECORDING, current, prune
+from .entered import KEY, NAME, RECORDING, prune
 
 __all__ = ["register"]
 
@@ -34,6 +34,10 @@ _grad_enabled, _inference, _compiling = (
     torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.compiler.is_compiling,
 )  # fmt: skip
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+_get = torch._C._get_obj_in_tls
+
+Action = Callable[[tuple[Any, ...], Any, Any], Any]
 
 _libraries: list[Any] = []
 
@@ -100,11 +104,11 @@ def _at_work() -> Iterator[tuple[Any, Callable[..., Any]]]:
         if name in handled or name in _NATIVE:
             yield overload, _kernel(overload, _covered(overload, _NATIVE.get(name)))
         elif name in coverage.POINTWISE:
-            yield overload, _kernel(overload, _elementwise(coverage.ELEMENTWISE[overload]))
+            yield overload, _kernel(overload, _elementwise(overload, coverage.ELEMENTWISE[overload]))
         elif name in coverage.UNCOVERED:
-            yield overload, _kernel(overload, _uncovered)
+            yield overload, _kernel(overload, _uncovered(overload))
         elif name not in _READING:
-            yield overload, _kernel(overload, _composed)
+            yield overload, _kernel(overload, _composed(overload))
 
 
 def _composed_names() -> Iterator[str]:
@@ -116,18 +120,19 @@ def _composed_names() -> Iterator[str]:
 
 
 def _recording() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    for name, overload in _overloads(_READING):
+    for _, overload in _overloads(_READING):
         if any(argument.name == "out" for argument in overload._schema.arguments):
             continue  # no gradient
-        yield overload, _recorded(overload, overload, _covered(overload, None))
+        yield overload, _recorded(overload, overload, _covered(overload))
     for name, overload in _overloads(broadcasting.NAMES):
         arguments = overload._schema.arguments
         tensors = [argument for argument in arguments if str(argument.type) == "Tensor"]
         if any(argument.name == "out" for argument in arguments):
             continue
         if len(tensors) > 1 or name == "expand":  # what is broadcast to another one
-            handler = broadcasting.handler_of(overload, name)
-            yield overload, _recorded(overload, getattr(torch, name, overload), _elementwise(handler))
+            plain = getattr(torch, name, overload)
+            handler = broadcasting.handler_of(plain, name)
+            yield overload, _recorded(overload, plain, _elementwise(overload, handler, plain))
 
 
 def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -141,22 +146,30 @@ def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
                 yield name, found
 
 
-def _kernel(overload: Any, action: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel that has an action give the result: (modes, overload, args, kwargs)."""
+def _kernel(overload: Any, action: Action) -> Callable[..., Any]:
+    """The kernel of an overload, whose result an action gives."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _exclude(KEY, True)
         _exclude(RECORDING, True)
         try:
-            now = current()
-            if now is None or now.suspended or _inside():
+            try:
+                now = _get(NAME)
+            except RuntimeError:  # the key was put back by somebody who had kept it
+                return overload(*args, **kwargs)
+            if (
+                now.suspended
+                or (_graph_task() != -1 and _called_by_engine())
+                or (_transforms() and _is_excluded(_FRONT))
+                or (_is_excluded(_AUTOGRAD) and not _inference())
+            ):
                 return overload(*args, **kwargs)
             if _compiling():
                 raise ArgumentError(
                     "what traces here (torch.export, say) does not see into batch_invariant_mode with this version of "
                     "PyTorch: trace with strict=True, or outside of the mode"
                 )
-            return action(now.modes, overload, args, kwargs)
+            return action(now.modes, args, kwargs)
         finally:
             _exclude(KEY, False)
             _exclude(RECORDING, False)
@@ -164,9 +177,9 @@ def _kernel(overload: Any, action: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _recorded(overload: Any, plain: Callable[..., Any], action: Callable[..., Any]) -> Callable[..., Any]:
-    """As _kernel, for what is PyTorch's where autograd records nothing. `plain` is the op as Python calls it, which takes less
-    time."""
+def _recorded(overload: Any, plain: Callable[..., Any], action: Action) -> Callable[..., Any]:
+    """As _kernel, for what is PyTorch's where autograd records nothing. `plain` is the op as Python calls it, which
+    takes less time."""
     seen = _kernel(overload, action)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -181,74 +194,78 @@ def _recorded(overload: Any, plain: Callable[..., Any], action: Callable[..., An
     return kernel
 
 
-def _inside() -> bool:
-    """Whether PyTorch itself calls, inside of another op."""
-    if _graph_task() != -1 and _called_by_engine():
-        return True
-    if _transforms() and _is_excluded(_FRONT):
-        return True
-    return _is_excluded(_AUTOGRAD) and not _inference()
-
-
 def _called_by_engine() -> bool:
-    """Whether the Python that runs below the kernel is the start of a backward pass, or none at all, in a thread of its."""
+    """Whether the Python that runs below the kernel is the start of a backward pass, or none at all, in a thread of the
+    engine."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame is None or frame.f_code is _ENGINE
 
 
-# Actions. The innermost mode decides; what it leaves to PyTorch goes to the next.
+# Actions: (modes, args, kwargs) -> the result. The innermost mode decides; what it leaves to PyTorch goes to the next.
 
 
-def _next(action: Callable[..., Any], modes: tuple[Any, ...], overload: Any) -> Callable[..., Any]:
-    """The op as it is for the mode around modes[0]."""
-    if len(modes) == 1:
-        return overload  # type: ignore[no-any-return]
-    return lambda *args, **kwargs: action(modes[1:], overload, args, kwargs)
-
-
-def _working(action: Callable[..., Any]) -> Callable[..., Any]:
-    """An action for modes that have not ended elsewhere."""
-
-    def run(modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
-        if modes[0].ended:
-            prune()
-            return _next(run, modes, overload)(*args, **kwargs)
-        return action(run, modes, overload, args, kwargs)
-
-    return run
-
-
-def _covered(overload: Any, native: Callable[..., Any] | None) -> Callable[..., Any]:
+def _covered(overload: Any, native: Callable[..., Any] | None = None) -> Action:
+    """By a handler as in products.py."""
     name = coverage.name_of(overload)
 
-    @_working
-    def run(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
-        handler = native or coverage.HANDLERS[overload]
-        result = handler(modes[0], *args, **kwargs)
+    def run(modes: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        mode = modes[0]
+        if mode.ended:
+            return _ended(run, modes, overload)(*args, **kwargs)
+        result = (native or coverage.HANDLERS[overload])(mode, *args, **kwargs)
         if result is NotImplemented:
-            return modes[0].left_to_pytorch(_next(again, modes, overload), name, args, kwargs)
+            return mode.left_to_pytorch(_next(run, modes, overload), name, args, kwargs)
         return result
 
     return run
 
 
-def _elementwise(handler: Callable[..., Any]) -> Callable[..., Any]:
-    @_working
-    def run(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(overload: Any, handler: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Action:
+    """By a handler, and what it does not take is PyTorch's, unwatched."""
+    plain = plain or overload
+
+    def run(modes: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        if modes[0].ended:
+            return _ended(run, modes, plain)(*args, **kwargs)
         result = handler(modes[0], *args, **kwargs)
-        return _next(again, modes, overload)(*args, **kwargs) if result is NotImplemented else result
+        return _next(run, modes, plain)(*args, **kwargs) if result is NotImplemented else result
 
     return run
 
 
-@_working
-def _uncovered(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
-    modes[0].uncovered(coverage.name_of(overload), "", *args, *kwargs.values())
-    return _next(again, modes, overload)(*args, **kwargs)
+def _uncovered(overload: Any) -> Action:
+    """Refused, or said."""
+    name = coverage.name_of(overload)
+
+    def run(modes: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        if modes[0].ended:
+            return _ended(run, modes, overload)(*args, **kwargs)
+        modes[0].uncovered(name, "", *args, *kwargs.values())
+        return _next(run, modes, overload)(*args, **kwargs)
+
+    return run
 
 
-@_working
-def _composed(again: Any, modes: tuple[Any, ...], overload: Any, args: Any, kwargs: Any) -> Any:
-    return modes[0].left_to_pytorch(_next(again, modes, overload), coverage.name_of(overload), args, kwargs)
+def _composed(overload: Any) -> Action:
+    """Watched."""
+    name = coverage.name_of(overload)
+
+    def run(modes: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        if modes[0].ended:
+            return _ended(run, modes, overload)(*args, **kwargs)
+        return modes[0].left_to_pytorch(_next(run, modes, overload), name, args, kwargs)
+
+    return run
+
+
+def _next(run: Action, modes: tuple[Any, ...], op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op as it is around modes[0]."""
+    return op if len(modes) == 1 else lambda *args, **kwargs: run(modes[1:], args, kwargs)
+
+
+def _ended(run: Action, modes: tuple[Any, ...], op: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where modes[0] has ended elsewhere."""
+    prune()
+    return _next(run, modes, op)
