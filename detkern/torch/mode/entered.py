@@ -18,6 +18,7 @@ the threads of the autograd engine, as the keys do.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 __all__ = [
-    "KEY", "NAME", "RECORDING", "Entered", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
+    "KEY", "NAME", "RECORDING", "Entered", "by_keys", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
     "record", "suspended",
 ]  # fmt: skip
 
@@ -82,6 +83,7 @@ def modes() -> tuple[Any, ...]:
 
 def enter(mode: Any, *, lasting: bool = False, outermost: bool = False) -> None:
     """Put this thread into the mode, which lies in those that it is in already, or around them."""
+    prune()
     now = current()
     entry = _Entry(mode, lasting)
     if now is None:
@@ -202,21 +204,45 @@ def call_compiled(caller: Any, *, begins: bool) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """With this thread's modes on PyTorch's stack; where they are there already they stay."""
+    """With this thread's modes on PyTorch's stack, and those that it enters meanwhile; where they are there already they
+    stay."""
     now = current()
-    if now is None or now.suspended:
-        yield
-        return
+    ours = now is not None and not now.suspended
+    before, _tracing.here = getattr(_tracing, "here", False), True
     _suspend(None)
     try:
         yield
     finally:
-        _resume()
+        _tracing.here = before
+        if ours:
+            _resume()
+
+
+_tracing = threading.local()
+
+
+@contextmanager
+def by_keys() -> Iterator[None]:
+    """In a call that a suspended mode has been asked about, which so is off PyTorch's stack: with the keys for what runs
+    inside of it."""
+    now = current()
+    if now is None or not now.suspended:
+        yield
+        return
+    _set(NAME, Entered(now.entries, False, None, now.recorded))
+    _include(KEY, True)
+    _include(RECORDING, True)
+    try:
+        yield
+    finally:
+        _include(KEY, False)
+        _include(RECORDING, False)
+        _set(NAME, now)
 
 
 def _traced() -> bool:
-    """Whether torch.compile is at work in this thread: tracing, or about to look at each function that is called."""
-    if torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None:
+    """Whether this thread traces functions of Python, or looks at each that is called, as torch.compile does."""
+    if getattr(_tracing, "here", False) or torch._guards.CompileContext.try_get() is not None:
         return True
     tracer = sys.modules.get("torch._C._dynamo.eval_frame")
     callback: Callable[[], Any] | None = getattr(tracer, "get_eval_frame_callback", None)

@@ -25,11 +25,13 @@ import torch
 
 from . import entered
 
-__all__ = ["install"]
+__all__ = ["export_is_seen", "install"]
 
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _OUTER = "_detkern_recording"
 _installed = False
+# PyTorch before 2.7 has nothing to put a function around: kernels.py refuses to be traced there.
+export_is_seen = True
 
 
 def install() -> None:
@@ -136,9 +138,11 @@ def _around_compiled(module: ModuleType) -> None:
 
 
 def _around_export(module: ModuleType) -> None:
+    global export_is_seen
     before = getattr(module, "_compiling_state_context", None)
     if before is None:
-        return  # kernels.py refuses it
+        export_is_seen = False
+        return
 
     @contextmanager
     def compiling_state_context() -> Any:

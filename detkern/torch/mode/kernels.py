@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from . import broadcasting, coverage, indexing, products, reductions
+from . import broadcasting, coverage, hooks, indexing, products, reductions
 from .einsum import einsum
 from .entered import KEY, NAME, RECORDING, prune
 
@@ -164,7 +164,7 @@ def _kernel(overload: Any, action: Action) -> Callable[..., Any]:
                 or (_is_excluded(_AUTOGRAD) and not _inference())
             ):
                 return overload(*args, **kwargs)
-            if _compiling():
+            if not hooks.export_is_seen and _compiling():
                 raise ArgumentError(
                     "what traces here (torch.export, say) does not see into batch_invariant_mode with this version of "
                     "PyTorch: trace with strict=True, or outside of the mode"

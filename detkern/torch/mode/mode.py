@@ -105,14 +105,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         return decorated(self, function)
 
     def __enter__(self) -> batch_invariant_mode:
-        if torch.compiler.is_compiling():  # torch.compile traces a block in a function
+        if torch.compiler.is_dynamo_compiling():  # a block in a function that torch.compile traces
             super().__enter__()
         else:
             self._enter()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             super().__exit__(*error)
         else:
             entered.leave(self)
@@ -177,6 +177,9 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.cond and its like, which call functions of Python
+            with entered.by_keys():
+                return func(*args, **kwargs)
         return self.left_to_pytorch(func, name, args, kwargs)
 
     def left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
