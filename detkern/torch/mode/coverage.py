@@ -25,8 +25,8 @@ from . import attention, broadcasting, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
-    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "POINTWISE", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNRECORDED",
-    "UNSEEN_WHEN_COMPILED", "name_of",
+    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "POINTWISE", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED",
+    "UNRECORDED", "UNSEEN_WHEN_COMPILED", "name_of",
 ]  # fmt: skip
 
 

@@ -1,18 +1,18 @@
 """Which modes a thread is in, and by which of two mechanisms they work.
 
-PyTorch asks a TorchFunctionMode about every call and every reading of a shape, which takes more time than all that a mode
-does. So modes work at two of the dispatcher's keys (kernels.py): thread-local bits, for which only the ops that a mode has
-to see have a kernel, so that the others cost nothing.
+PyTorch asks a TorchFunctionMode about every call and every reading of a shape, which takes more time than all that a
+mode does. So modes work at two of the dispatcher's keys (kernels.py): thread-local bits for which only the ops that a
+mode has to see have a kernel, so that the others cost nothing.
 
 - `KEY` is on while the thread is in a mode.
-- `RECORDING` too, for ops that a mode sees for the sake of their gradient: but not where Python has switched autograd off,
-  as `no_grad` does (hooks.py).
+- `RECORDING` too, for the ops that a mode sees for the sake of their gradients, but where Python has switched autograd
+  off, as `no_grad` does (hooks.py).
 
-torch.compile and torch.export trace functions of Python, not the dispatcher: while they are at work in a thread, its modes
-are *suspended*: the keys are off and the modes are TorchFunctionModes on PyTorch's stack.
+torch.compile and torch.export trace functions of Python, not the dispatcher. While they are at work in a thread its
+modes are *suspended*: the keys are off and the modes are TorchFunctionModes on PyTorch's stack.
 
-What a thread is in lies in an immutable object in PyTorch's own thread-local storage, which follows a backward pass into
-the threads of the autograd engine, as the keys do.
+What a thread is in lies in an immutable object in PyTorch's own thread-local storage, which follows a backward pass
+into the threads of the autograd engine, as the keys do.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 __all__ = [
-    "KEY", "NAME", "RECORDING", "Entered", "by_keys", "call_compiled", "clear", "current", "enter", "is_recording", "leave", "modes", "prune",
-    "record", "suspended",
+    "KEY", "NAME", "RECORDING", "Entered", "by_keys", "call_compiled", "clear", "current", "enter", "is_recording",
+    "leave", "modes", "prune", "record", "suspended",
 ]  # fmt: skip
 
-# PyTorch has these two above all others, those of torch.func among them, and gives none of them a kernel: nothing but its
-# own tests of the dispatcher uses them.
+# PyTorch has these two above all others, those of torch.func among them, for its own tests of the dispatcher: nothing
+# else gives them a kernel or puts them on a tensor.
 KEY: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
 RECORDING: Any = torch._C._parse_dispatch_key("TESTING_ONLY_GenericWrapper")
 NAME = "detkern.torch.mode"
@@ -43,7 +43,8 @@ _include, _is_included = (
     torch._C._dispatch_tls_is_dispatch_key_included,
 )
 _has, _get, _set = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
-# A thread that ends with an object of Python there waits for the interpreter, so nothing stays. PyTorch had no such function before 2.9.
+# A thread that ends with an object of Python there waits for the interpreter, so nothing stays. Earlier versions of
+# PyTorch lack the function, and leave an object there themselves.
 _remove = getattr(torch._C, "_remove_obj_from_tls", None) or (lambda name: _set(name, None))
 
 
@@ -86,6 +87,7 @@ def enter(mode: Any, *, lasting: bool = False, outermost: bool = False) -> None:
     prune()
     now = current()
     entry = _Entry(mode, lasting)
+    entries: tuple[_Entry, ...]
     if now is None:
         entries, hidden = (entry,), _traced()
     else:
@@ -98,7 +100,7 @@ def enter(mode: Any, *, lasting: bool = False, outermost: bool = False) -> None:
 
 
 def leave(mode: Any, *, lasting: bool = False) -> bool:
-    """Take this thread out of the mode, where it has entered it last by a with block, or by enable(); whether it had."""
+    """Take this thread out of the mode where it entered it last, by a with block or by enable(); whether it had."""
     now = current()
     if now is None:
         return False
@@ -163,7 +165,7 @@ def _take_off(gone: list[Any]) -> None:
 
 
 def is_recording() -> bool | None:
-    """Whether ops are seen for the sake of their gradients; None where the thread is in no mode, or its modes are suspended."""
+    """Whether ops are seen for the sake of their gradients; None where no mode is at work here, or it is suspended."""
     return _is_included(RECORDING) if _is_included(KEY) else None
 
 
@@ -190,8 +192,8 @@ def _resume() -> None:
 
 
 def call_compiled(caller: Any, *, begins: bool) -> None:
-    """Suspend this thread's modes where a frame of Python begins to call compiled code; the same frame ends it by its next
-    call. What lies in between changes nothing."""
+    """Suspend this thread's modes where a frame of Python begins to call compiled code; the same frame ends that by its
+    next call. What lies in between changes nothing."""
     now = current()
     if now is None:
         return
@@ -204,8 +206,8 @@ def call_compiled(caller: Any, *, begins: bool) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """With this thread's modes on PyTorch's stack, and those that it enters meanwhile; where they are there already they
-    stay."""
+    """With this thread's modes on PyTorch's stack, and those that it enters meanwhile; where they are there already
+    they stay."""
     now = current()
     ours = now is not None and not now.suspended
     before, _tracing.here = getattr(_tracing, "here", False), True
@@ -223,8 +225,8 @@ _tracing = threading.local()
 
 @contextmanager
 def by_keys() -> Iterator[None]:
-    """In a call that a suspended mode has been asked about, which so is off PyTorch's stack: with the keys for what runs
-    inside of it."""
+    """In a call that a suspended mode has been asked about, and for which it is off PyTorch's stack: with the keys for
+    what runs inside of it."""
     now = current()
     if now is None or not now.suspended:
         yield

@@ -1,4 +1,4 @@
-"""What modes have to hear of that PyTorch says to nobody, by functions put around its own when the first mode is entered.
+"""What modes have to hear of and PyTorch says to nobody: functions put around its own when the first mode is entered.
 
 - `no_grad` and its like: the ops that are seen for the sake of their gradients cost nothing while Python has switched
   autograd off. C++ switches it too, and back, unheard; so they are unseen only inside of such a block.
@@ -86,7 +86,7 @@ def _around_switch() -> None:
         if mode:
             entered.record(True)
 
-    torch.set_grad_enabled.__init__ = init  # type: ignore[method-assign]
+    torch.set_grad_enabled.__init__ = init
 
 
 def _around_backward() -> None:
@@ -97,8 +97,8 @@ def _around_backward() -> None:
         recording = entered.is_recording()
         if recording is None:
             return before(t_outputs, *args, **kwargs)
-        # In a transform of torch.func its sums are PyTorch's own. There a number may be a wrapper without memory, which no
-        # kernel in Python can be called with.
+        # In a transform of torch.func the sums are PyTorch's own. There a number may be a wrapper without memory, with
+        # which no kernel in Python can be called.
         transformed = any(isinstance(x, torch.Tensor) and _wrapped(x) for x in t_outputs)
         entered.record(not transformed and bool(kwargs.get("create_graph", args[2] if len(args) > 2 else True)))
         try:
@@ -106,7 +106,7 @@ def _around_backward() -> None:
         finally:
             entered.record(recording)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run
 
 
 def _around_fused_attention() -> None:
@@ -125,8 +125,8 @@ def _around_fused_attention() -> None:
 
 
 def _around_compiled(module: ModuleType) -> None:
-    """What calls compiled code has dynamo look at each function first, and ends that after it, by this function. What dynamo
-    is not to look at calls it too, in between."""
+    """What calls compiled code has dynamo look at each function before it, and ends that after it, by this function.
+    What dynamo is not to look at calls it too, in between."""
     before: Callable[[Any], Any] = module._maybe_set_eval_frame
 
     def _maybe_set_eval_frame(callback: Any) -> Any:

@@ -4,8 +4,8 @@ Each overload of aten that coverage.py has a handler for, that strict refuses, o
 kernel at `KEY`; what has a gradient to be summed, and nothing else, has one at `RECORDING`. The dispatcher passes all
 others by. A kernel calls the handler with both keys excluded, as a TorchFunctionMode is off while it runs.
 
-What PyTorch itself does inside of an op stays PyTorch's: below autograd, in the levels of torch.func, and in the formulas
-of a backward pass. What Python calls there, in a hook or in a checkpoint that runs a forward anew, is seen.
+What PyTorch itself does inside of an op stays PyTorch's: below autograd, in the levels of torch.func, and in the
+formulas of a backward pass. What Python calls there, in a hook or in a checkpoint that runs a forward anew, is seen.
 """
 
 from __future__ import annotations
@@ -81,20 +81,14 @@ def register() -> None:
         for overload, kernel in kernels:
             aten.impl(overload, kernel, key)
     _libraries.append(aten)
-    # Those of Python have no fallback of their own.
-    keys = (KEY, RECORDING)
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.extend(keys)
-    for operator in torch._ops._higher_order_ops.values():
-        for one in keys:
-            operator.fallthrough(one)
-
-
-def _overloads(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """aten's overloads of these names."""
-    for name in names:
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in () if packet is None else packet.overloads():
-            yield name, getattr(packet, overload)
+    # Operators that take functions of Python ask each key, present ones and those that are still to be defined.
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.extend((KEY, RECORDING))
+    for name, operator in torch._ops._higher_order_ops.items():
+        operator.fallthrough(RECORDING)
+        if name in coverage.UNCOVERED:
+            operator.py_impl(KEY)(_kernel(operator, _uncovered(operator)))
+        else:
+            operator.fallthrough(KEY)
 
 
 def _at_work() -> Iterator[tuple[Any, Callable[..., Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -104,14 +104,14 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         """
         return decorated(self, function)
 
-    def __enter__(self) -> batch_invariant_mode:
+    def __enter__(self) -> Self:
         if torch.compiler.is_dynamo_compiling():  # a block in a function that torch.compile traces
             super().__enter__()
         else:
             self._enter()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             super().__exit__(*error)
         else:

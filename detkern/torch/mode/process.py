@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from ...errors import ArgumentError
 from . import entered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from frameworks import same_bits
 
 import detkern
+from detkern.errors import ContractUnsupported
 from detkern.torch import batch_invariant_mode
 from detkern.torch.mode import coverage, kernels
 
@@ -122,3 +125,16 @@ def test_the_native_cross_entropy_and_einsum_are_those_of_the_functions(reductio
         path = torch.ops.aten.einsum("ik,kj,lj->il", [A, B, B.t()[:, :12] @ B[:12]], path=[1, 2, 0, 1])
         left = torch.einsum("ik,kj->ij", A, B)
         assert same_bits(path, torch.einsum("ij,lj->il", left, B.t()[:, :12] @ B[:12]))
+
+
+def test_an_operator_that_takes_functions_is_refused_by_its_name_and_others_are_passed_by() -> None:
+    q, score = torch.randn(1, 2, 8, 16), lambda score, *_: score
+    operator = torch.ops.higher_order.flex_attention
+    mask = torch.nn.attention.flex_attention.create_block_mask(lambda *_: torch.tensor(True), 1, 1, 8, 8, device="cpu")
+    call = lambda: operator(q, q, q, score, mask.as_tuple(), 0.25, {})
+    plain = call()
+    with batch_invariant_mode(strict=True), pytest.raises(ContractUnsupported, match="flex_attention"):
+        call()
+    with batch_invariant_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(call()[0], plain[0])
