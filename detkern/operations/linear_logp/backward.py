@@ -48,8 +48,7 @@ def gradients(
             over rows; None: new arrays, of the operand's type.
 
     Memory beside operands and results: a block of the logits' gradient, at most BLOCK_BYTES where 64 columns are no
-        more, and at most
-    four float32 arrays of hidden's shape.
+    more, and at most four float32 arrays of hidden's shape.
     """
     (m, depth), vocabulary = tuple(hidden.shape), weight.shape[0]
     view = adapter_for(hidden, "hidden").view(hidden, "hidden")
