@@ -283,12 +283,12 @@ def test_a_merge_gives_the_shapes_of_its_target() -> None:
     several = np.stack([target, target], -1)
     one, two = (detkern.linear_logp_partial(hidden, weight, x)[None] for x in (target, several))
     whole = detkern.linear_logp(hidden, weight, several, return_lse=True)
-    for states, given, lead in (
+    for states, columns, lead in (
         (one, target, (6,)), (one, target.reshape(2, 3), (2, 3)), (one, target[:, None], (6, 1)),
         (two, several, (6,)), (two, several.reshape(3, 2, 2), (3, 2)),
     ):  # fmt: skip
-        logp, lse = detkern.linear_logp_merge(states, given, vocab_size=90, return_lse=True)
-        assert (logp.shape, lse.shape) == (given.shape, lead)
+        logp, lse = detkern.linear_logp_merge(states, columns, vocab_size=90, return_lse=True)
+        assert (logp.shape, lse.shape) == (columns.shape, lead)
         assert same(lse.reshape(-1), whole[1])
         assert same(logp.reshape(6, -1)[:, 0], np.ascontiguousarray(whole[0][:, 0]))
 
