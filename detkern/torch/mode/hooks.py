@@ -5,6 +5,7 @@
 - A backward pass: its formulas record nothing, unless it makes a graph.
 - torch.compile and torch.export, which trace functions of Python: see entered.py.
 - The fused path of MultiheadAttention, which PyTorch leaves out where something watches its functions.
+- `linear_cross_entropy`, which the mode computes as one, and PyTorch by several ops.
 
 In a thread that is in no mode each does what it did.
 """
@@ -15,6 +16,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import entered
+from . import coverage, entered
 
 __all__ = ["export_is_seen", "install"]
 
@@ -45,6 +47,7 @@ def install() -> None:
     _around_switch()
     _around_backward()
     _around_fused_attention()
+    _around_linear_cross_entropy()
     _after_import("torch._dynamo.eval_frame", _around_compiled)
     _after_import("torch._export.utils", _around_export)
 
@@ -119,6 +122,29 @@ def _around_fused_attention() -> None:
         return entered.is_recording() is None and before()
 
     torch.backends.mha.get_fastpath_enabled = get_fastpath_enabled
+
+
+_linear_cross_entropy: Callable[..., Any] | None = getattr(torch.nn.functional, "linear_cross_entropy", None)
+
+
+def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's, which is no op, asked about as a TorchFunctionMode is. A function of this module, for dynamo finds no
+    closure in a dictionary."""
+    assert _linear_cross_entropy is not None
+    if torch.compiler.is_dynamo_compiling() or entered.is_recording() is None:
+        return _linear_cross_entropy(*args, **kwargs)
+    with entered.suspended():
+        return _linear_cross_entropy(*args, **kwargs)
+
+
+def _around_linear_cross_entropy() -> None:
+    if _linear_cross_entropy is None:
+        return
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(linear_cross_entropy, name, getattr(_linear_cross_entropy, name))
+    linear_cross_entropy.__signature__ = inspect.signature(_linear_cross_entropy)  # type: ignore[attr-defined]
+    torch.nn.functional.linear_cross_entropy = linear_cross_entropy
+    coverage.HANDLERS[linear_cross_entropy] = coverage.HANDLERS[_linear_cross_entropy]  # it names itself so now
 
 
 # Tracers.

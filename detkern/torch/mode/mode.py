@@ -80,12 +80,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             op: {_TYPES[dtype]: get_contract(name).name for dtype in get_contract(name).operands}
             for op, name in named.items()
         }
-<<<<<<< HEAD
-        self.strict = bool(strict)
-        self.ended = False  # by disable() of a whole process, in another thread too
-=======
         self.strict = flag(strict, "strict")
->>>>>>> main
+        self.ended = False  # by disable() of a whole process, in another thread too
         kinds = registry.kinds_of(ROWS)
         self.row_devices = tuple(
             device
@@ -180,16 +176,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
-<<<<<<< HEAD
+        if func is custom_function_call and args[0].__module__.startswith("detkern."):
+            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.cond and its like, which call functions of Python
             with entered.by_keys():
                 return func(*args, **kwargs)
         return self.left_to_pytorch(func, name, args, kwargs)
-=======
-        if func is custom_function_call and args[0].__module__.startswith("detkern."):
-            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
-        return self._left_to_pytorch(func, name, args, kwargs)
->>>>>>> main
 
     def left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A call that may reach covered ops below Python: watched, where the mode is at work."""
