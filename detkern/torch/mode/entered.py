@@ -17,6 +17,7 @@ into the threads of the autograd engine, as the keys do.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -42,10 +43,31 @@ _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
     torch._C._dispatch_tls_is_dispatch_key_included,
 )
-_has, _get, _set = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_has, _get = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+
+
+def _takes_a_reference() -> bool:
+    """Whether PyTorch takes the reference that it gives back when it drops an object. 2.11 does not, 2.13 does."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(NAME, probe)
+    if sys.getrefcount(probe) > count:
+        return True
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return False
+
+
+def _set(name: str, value: Any) -> None:
+    if not _COUNTED:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
+
+
+_COUNTED = _takes_a_reference()
 # A thread that ends with an object of Python there waits for the interpreter, so nothing stays. Earlier versions of
 # PyTorch lack the function, and leave an object there themselves.
 _remove = getattr(torch._C, "_remove_obj_from_tls", None) or (lambda name: _set(name, None))
+_remove(NAME)
 
 
 @dataclass(frozen=True, eq=False)
