@@ -18,7 +18,7 @@ __all__ = ["inserted", "names", "page_parts"]
 # Names as `names` gives them, and what becomes of them.
 _COVERED = (
     ("mm bmm mv dot vdot matmul linear linalg.vecdot", "one product by the contract"),
-    ("addmm baddbmm addmv addbmm", "[alpha and beta](contracts.md#alpha-and-beta)"),
+    ("addmm baddbmm addmv addbmm addr", "[alpha and beta](contracts.md#alpha-and-beta)"),
     ("einsum tensordot inner", "products; several contracted dimensions are one chain"),
     ("linalg.multi_dot chain_matmul", "from left to right"),
     ("sum mean softmax log_softmax", "[row operations](contracts.md#row-operations) over any dimensions"),
@@ -33,7 +33,7 @@ _COVERED = (
         "[eager attention](contracts.md#scaled-dot-product-attention), no dropout; see below",
     ),
     ("add sub mul div pow rsub where", "the gradient of what they broadcast: a sum, see below"),
-    ("maximum minimum addcmul addcdiv lerp", "the same"),
+    ("maximum minimum addcmul addcdiv lerp outer", "the same"),
     ("expand expand_as broadcast_to", "the same"),
     ("embedding getitem index index_select", "their gradients: [scattered sums](contracts.md#the-scattered-sum)"),
     ("gather take take_along_dim repeat_interleave", "the same"),
@@ -45,7 +45,7 @@ _COVERED = (
 _ALIASES = {
     "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul",
     "divide": "div", "true_divide": "div",
-    "rdiv": "div", "rtruediv": "div", "rpow": "pow",
+    "rdiv": "div", "ger": "outer", "rtruediv": "div", "rpow": "pow",
 }  # fmt: skip
 _WIDTH = 120
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from ...dispatch import registry
@@ -29,7 +28,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES))
+_LOSSES = (
+    "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
+)  # fmt: skip
+_ROW_OPS = frozenset(
+    (
+        "sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "var", "std",
+        "vector_norm", "cumsum",
+        *_LOSSES, *indexing.NAMES,
+    )
+)  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
@@ -162,8 +170,6 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
-        if func is custom_function_call and args[0].__module__.startswith("detkern."):
-            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
         return self._left_to_pytorch(func, name, args, kwargs)
 
     def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

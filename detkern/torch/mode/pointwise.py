@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from ..functions import route
+from ..functions.functionalized import overwritten
+from .products import finish
 
 __all__ = ["HANDLERS"]
 
 
 class _Sigmoid(torch.autograd.Function):  # type: ignore[misc]
     """1 / (1 + exp(-x)) with e = exp(-|x|), which does not overflow."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Any) -> Any:
@@ -44,6 +44,14 @@ class _Sigmoid(torch.autograd.Function):  # type: ignore[misc]
     def jvp(ctx: Any, dx: Any) -> Any:
         (y,) = route.primals(ctx)
         return dx.to(y.dtype) * (y * (1 - y))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Any) -> tuple[Any, Any]:
+        return _Sigmoid.apply(x), in_dims[0]
+
+    @staticmethod
+    def below(x: Any) -> Any:
+        return _Sigmoid.apply(x)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -81,18 +89,25 @@ def _rounded(run: Callable[[Any], Any], input: Any) -> Any:
     return (run(x) if x.dim() else run(x.reshape(1)).reshape(())).to(input.dtype)
 
 
+def _given(input: Any, run: Callable[[Any], Any], out: Any) -> Any:
+    """The result, in `out` where there is one of its type; conversions are PyTorch's."""
+    return finish(_rounded(run, input), out) if out is None or out.dtype == input.dtype else NotImplemented
+
+
 def _unary(run: Callable[[Any], Any]) -> Callable[..., Any]:
     def handler(mode: Any, input: Any, *, out: Any = None) -> Any:
-        if not _on_cpu(mode, input) or out is not None:
-            return NotImplemented
-        return _rounded(run, input)
+        return _given(input, run, out) if _on_cpu(mode, input) else NotImplemented
 
     return handler
 
 
 def _in_place(run: Callable[[Any], Any]) -> Callable[..., Any]:
     def handler(mode: Any, input: Any) -> Any:
-        return input.copy_(_rounded(run, input)) if _on_cpu(mode, input) else NotImplemented
+        if not _on_cpu(mode, input):
+            return NotImplemented
+        # What autograd keeps of the operand must not be written to.
+        x = input.clone() if torch.is_grad_enabled() and input.requires_grad else input
+        return overwritten(input, _rounded(run, x))
 
     return handler
 
@@ -102,10 +117,10 @@ def functional_silu(mode: Any, input: Any, inplace: bool = False) -> Any:
     return _in_place(_silu)(mode, input) if inplace else _unary(_silu)(mode, input)
 
 
-def gelu(mode: Any, input: Any, *, approximate: str = "none") -> Any:
+def gelu(mode: Any, input: Any, *, approximate: str = "none", out: Any = None) -> Any:
     if not _on_cpu(mode, input) or approximate not in ("none", "tanh"):
         return NotImplemented
-    return _rounded(_gelu if approximate == "none" else _gelu_tanh, input)
+    return _given(input, _gelu if approximate == "none" else _gelu_tanh, out)
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

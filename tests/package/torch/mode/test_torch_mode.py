@@ -476,6 +476,38 @@ def test_the_switch_turns_it_on_and_off_under_other_modes_too() -> None:
     assert same_bits(A @ B, plain)
 
 
+def test_disable_in_its_own_block_takes_no_other_mode_away() -> None:
+    plain, wanted = A @ B, detkern.gemm(A, B)
+    one, other = batch_invariant_mode(), batch_invariant_mode(device_types="cuda")
+    with other:
+        with one:
+            assert same_bits(A @ B, wanted)
+            one.disable()
+            assert same_bits(A @ B, plain)
+            with pytest.raises(ArgumentError, match="not enabled"):
+                one.disable()
+        assert torch._C._get_function_stack_at(0) is other
+        assert torch._C._len_torch_function_stack() == 1
+    with one:
+        with one, other:
+            one.disable()
+        assert same_bits(A @ B, wanted)
+        one.enable()
+        one.disable()
+        assert same_bits(A @ B, wanted)
+    assert torch._C._len_torch_function_stack() == 0
+
+    @one
+    def halfway() -> Any:
+        one.disable()
+        return A @ B
+
+    with other:
+        assert same_bits(halfway(), plain)
+        assert torch._C._get_function_stack_at(0) is other
+        assert torch._C._len_torch_function_stack() == 1
+
+
 def test_another_thread_is_untouched() -> None:
     plain, ours = A @ B, detkern.gemm(A, B)
     ready, done = threading.Event(), threading.Event()
