@@ -14,6 +14,7 @@
 // Memory   static shared memory, 352 bytes. Scratch where parts > 1: WORDS + 1 words for each part of a row.
 // Loads    element by element, any strides; a scan from the last column on is one of negative strides.
 #include "parts/aligned_sum.cuh"
+#include "parts/elements.cuh"
 #include "ptx/numbers.cuh"
 
 enum Phase { SCAN = 0, TOTALS = 1 };
