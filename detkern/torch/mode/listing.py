@@ -26,7 +26,16 @@ _COVERED = (
         "rms_norm",
         "`mean_square`, then PyTorch's elementwise functions in float32, with its epsilon where none is given",
     ),
+    ("logsumexp var var_mean std std_mean", "[of row operations](contracts.md#reductions-made-of-row-operations)"),
+    ("norm linalg.norm linalg.vector_norm linalg.matrix_norm foreach_norm", "the same, of order 0, 1, 2, inf, -inf"),
+    ("cumsum", "[prefix sums](contracts.md#prefix-sums): exact, each rounded once"),
     ("cross_entropy", "`log_softmax`, then sums over the losses and over the weights"),
+    ("nll_loss", "sums over the losses and over the weights"),
+    (
+        "mse_loss l1_loss smooth_l1_loss huber_loss",
+        "[losses](contracts.md#losses): the losses of all elements are a row",
+    ),
+    ("kl_div binary_cross_entropy_with_logits", "the same"),
     ("linear_cross_entropy", "[linear_logp](contracts.md#linear_logp) where it has class indices and no weights"),
     (
         "scaled_dot_product_attention",
@@ -34,7 +43,7 @@ _COVERED = (
     ),
     ("add sub mul div pow rsub where", "the gradient of what they broadcast: a sum, see below"),
     ("maximum minimum addcmul addcdiv lerp outer", "the same"),
-    ("expand expand_as broadcast_to", "the same"),
+    ("expand expand_as broadcast_to broadcast_tensors", "the same"),
     ("embedding getitem index index_select", "their gradients: [scattered sums](contracts.md#the-scattered-sum)"),
     ("gather take take_along_dim repeat_interleave", "the same"),
     ("index_add scatter_add", "scattered sums onto the tensor"),
@@ -44,7 +53,7 @@ _COVERED = (
 # Other names of the same functions.
 _ALIASES = {
     "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul",
-    "divide": "div", "true_divide": "div",
+    "divide": "div", "true_divide": "div", "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss",
     "rdiv": "div", "ger": "outer", "rtruediv": "div", "rpow": "pow",
 }  # fmt: skip
 _WIDTH = 120
