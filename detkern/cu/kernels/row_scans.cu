@@ -89,12 +89,13 @@ struct Prefix {
     }
     wide <<= places & 31;
     wide = bits >> 31 ? 0 - wide : wide;
+    const uint32_t low = static_cast<uint32_t>(wide), high = static_cast<uint32_t>(wide >> 32);
     const uint32_t rest = static_cast<int64_t>(wide) < 0 ? 0xffffffffu : 0u;
     uint32_t addend[WORDS];
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
       const int from = i - (places >> 5);
-      addend[i] = from < 0 ? 0u : from == 0 ? static_cast<uint32_t>(wide) : from == 1 ? static_cast<uint32_t>(wide >> 32) : rest;
+      addend[i] = from < 0 ? 0u : from == 0 ? low : from == 1 ? high : rest;
     }
     add_words(words, addend);
   }
@@ -261,7 +262,8 @@ class Team {
       for (int i = 0; i < VALUES; ++i) {
         const int64_t column = at + member_ * VALUES + i;
         prefix.add(values[i]);
-        if (column < place.columns) store_any(p_.out, place.out + column * p_.out_col_stride, p_.out_dtype, prefix.rounded());
+        if (column >= place.columns) continue;
+        store_any(p_.out, place.out + column * p_.out_col_stride, p_.out_dtype, prefix.rounded());
       }
     }
   }
