@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import ArgumentError, DTypeError
+from ...errors import ArgumentError, DTypeError, ShapeError
 from . import route, rows
 from .casting import torch_dtype
 from .registration import Op, call
@@ -83,7 +83,7 @@ def vector_norm(
         x, dim, keepdim, out_dtype, backend: as in `detkern.torch.sum`.
 
     Raises:
-        ArgumentError: another ord. IndexError, RuntimeError: of no columns there is no largest magnitude. All others as
+        ArgumentError: another ord. IndexError: of no columns there is no largest magnitude. All others as
         `detkern.torch.sum`.
     """
     if ord not in NORMS:
@@ -92,7 +92,7 @@ def vector_norm(
         )
     if ord == 2:
         return _reduced(NORM, x, dim, keepdim, out_dtype, backend)
-    dtype = _checked(x).dtype if out_dtype is None else torch_dtype(out_dtype)
+    dtype = _checked(x, "vector_norm").dtype if out_dtype is None else torch_dtype(out_dtype)
     if ord == 1:
         return rows.sum(x.abs(), dim, keepdim, out_dtype=dtype, backend=backend)
     if ord == 0:
@@ -102,9 +102,14 @@ def vector_norm(
     return largest(x.abs(), () if dim is None else dim, keepdim).to(dtype)
 
 
-def _checked(x: Any) -> Any:
+def _checked(x: Any, name: str) -> Any:
     if not isinstance(x, torch.Tensor):
         raise DTypeError(f"x is not a torch.Tensor but {type(x).__name__}")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        said = str(x.dtype).removeprefix("torch.")
+        raise DTypeError(f"x is {said}; {name} takes float32, float16 and bfloat16: cast it, as in x.to(torch.float32)")
+    if x.dim() == 0:
+        raise ShapeError(f"x has no dimensions; {name} needs [.., N]")
     return x
 
 
@@ -116,7 +121,7 @@ def _reduced(
     def run(lines: Any) -> Any:
         return call(op, (lines, *settings, wanted, backend), lines, lines)
 
-    return rows.reduced(run, _checked(x), dim, keepdim)
+    return rows.reduced(run, _checked(x, op.name), dim, keepdim)
 
 
 # ---- the arithmetic, on [.., N], in float32 --------------------------------------------------------------------------
@@ -175,8 +180,6 @@ def _var(row: _Row) -> Any:
 
 def _var_backward(row: _Row, dy: Any) -> Any:
     distance = row.centred()
-    if row.divisor == 0:  # as PyTorch has it
-        return _column(dy) * torch.where(distance == 0, math.nan, math.inf)
     each = _divided(dy, row.divisor)
     return _column(each + each) * distance
 
