@@ -99,7 +99,7 @@ def vector_norm(
         # The sign is 0 times itself in value; it carries the gradient, which is 0.
         return rows.sum((x != 0).to(x.dtype) + x.sign() * 0, dim, keepdim, out_dtype=dtype, backend=backend)
     largest = torch.amax if ord > 0 else torch.amin
-    return largest(x.abs(), () if dim is None else dim, keepdim).to(dtype)
+    return rows.reduced(lambda lines: largest(lines.abs(), -1).to(dtype), x, dim, keepdim)
 
 
 def _checked(x: Any, name: str) -> Any:
