@@ -129,12 +129,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         self._enter(lasting=True)
 
     def disable(self) -> None:
-        """Leave it again, also where other modes were entered since.
+        """Leave it again, also where other modes were entered since; inside of its own with block, for the rest of that.
 
         Raises:
             ArgumentError: it is not at work in this thread.
         """
-        if not (entered.leave(self, lasting=True) or entered.leave(self)):
+        if not (entered.leave(self, lasting=True) or entered.switch_off(self)):
             raise ArgumentError("this batch_invariant_mode is not enabled in this thread")
 
     def enter_outermost(self) -> None:

@@ -19,6 +19,7 @@ import detkern
 from detkern import rows
 from detkern.errors import ArgumentError, ContractUnsupported
 from detkern.torch import batch_invariant_mode
+from detkern.torch.mode import entered
 from detkern.torch.mode import coverage, mode
 
 torch.manual_seed(0)
@@ -486,16 +487,21 @@ def test_disable_in_its_own_block_takes_no_other_mode_away() -> None:
             assert same_bits(A @ B, plain)
             with pytest.raises(ArgumentError, match="not enabled"):
                 one.disable()
-        assert torch._C._get_function_stack_at(0) is other
-        assert torch._C._len_torch_function_stack() == 1
+        assert entered.modes() == (other,)
     with one:
         with one, other:
             one.disable()
+            assert entered.modes() == (other, one)
         assert same_bits(A @ B, wanted)
         one.enable()
         one.disable()
         assert same_bits(A @ B, wanted)
-    assert torch._C._len_torch_function_stack() == 0
+        one.disable()
+        one.enable()
+        assert same_bits(A @ B, wanted)
+    assert entered.modes() == (one,)
+    one.disable()
+    assert entered.current() is None
 
     @one
     def halfway() -> Any:
@@ -504,8 +510,8 @@ def test_disable_in_its_own_block_takes_no_other_mode_away() -> None:
 
     with other:
         assert same_bits(halfway(), plain)
-        assert torch._C._get_function_stack_at(0) is other
-        assert torch._C._len_torch_function_stack() == 1
+        assert entered.modes() == (other,)
+    assert entered.current() is None
 
 
 def test_another_thread_is_untouched() -> None:
