@@ -73,6 +73,7 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = losses.cross_entropy
+    found[F.kl_div] = losses.functional_kl_div
     found[F.embedding] = indexing.functional_embedding
     if hasattr(F, "linear_cross_entropy"):
         found[F.linear_cross_entropy] = heads.linear_cross_entropy

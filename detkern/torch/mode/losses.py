@@ -19,7 +19,7 @@ from ..functions.losses import element_losses
 from .products import finish
 from .reductions import log_softmax
 
-__all__ = ["HANDLERS", "cross_entropy"]
+__all__ = ["HANDLERS", "cross_entropy", "functional_kl_div"]
 
 _NONE, _MEAN = 0, 1  # of PyTorch's numbers for a reduction; 2 is a sum
 
@@ -180,6 +180,23 @@ def _kl_div(mode: Any, input: Any, target: Any, reduction: int = _MEAN, *, log_t
     (x, t), dtype = pair
     losses = t.exp() * (t - x) if log_target else torch.xlogy(t, t) - t * x
     return _of_elements(losses, reduction, dtype)
+
+
+def functional_kl_div(
+    mode: Any,
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    """torch.nn.functional.kl_div in a compiled graph, which the warning of its own about the mean breaks."""
+    number = {"mean": _MEAN, "sum": 2, "batchmean": 2}.get(reduction)
+    if number is None or size_average is not None or reduce is not None or not torch.compiler.is_compiling():
+        return NotImplemented
+    loss = _kl_div(mode, input, target, number, log_target=log_target)
+    return loss if loss is NotImplemented or reduction != "batchmean" or not input.dim() else loss / input.shape[0]
 
 
 def _bce_with_logits(

@@ -19,8 +19,7 @@ import detkern
 from detkern import rows
 from detkern.errors import ArgumentError, ContractUnsupported
 from detkern.torch import batch_invariant_mode
-from detkern.torch.mode import entered
-from detkern.torch.mode import coverage, mode
+from detkern.torch.mode import coverage, entered, mode
 
 torch.manual_seed(0)
 A, B, C = torch.randn(9, 70), torch.randn(70, 12), torch.randn(9, 12)
