@@ -16,6 +16,7 @@ from frameworks import FRAMEWORKS, bits, framework, from_torch, same, to_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import rational
+from oracles.halves import halves
 from oracles.elementary import exp, log, product, quotient
 
 import detkern
@@ -262,6 +263,14 @@ def test_prefix_sums_by_hand(version: str, terms: list[float], expected: list[fl
     want = rational.encode([value + 0.0 for value in expected], F32)
     assert same(rows.cumsum(np.array(terms, np.float32)), want)
     assert same(rows.cumsum_backward(np.array(terms[::-1], np.float32)), want[::-1].copy())
+
+
+def test_one_bit_far_below_lifts_a_prefix_sum_over_the_half(version: str) -> None:
+    """Wherever both lie."""
+    terms = halves()
+    expected = [[rational.exact_sum(row[: end + 1]) for end in range(4)] for row in rational.floats(terms)]
+    assert rows.cumsum(terms).tolist() == expected
+    assert all(row[1] == row[0] < row[2] for row in expected)
 
 
 @pytest.mark.parametrize("values", ["wide", "cancel", "bits", "special", "subnormal", "tiny"])

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from cu_device import DEVICE, Placed, allocate, compile_row_scans, differing, poison
+from oracles.halves import halves
 
 import detkern
 from detkern.cu import row_scans, rows
@@ -58,6 +59,14 @@ def test_every_build_and_layout(kind: RowKind, dtype: DType) -> None:
             host = operands.generate(values, dtype, (height, width), number)
             wrong = _wrong(kind, host, modes, DTYPES[number // 4 % 3], team, None)
             assert wrong == 0, (team, height, width, modes, values)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+def test_one_bit_far_below_lifts_a_sum_over_the_half(kind: RowKind, sign: int) -> None:
+    host = sign * halves()[:, :: 1 if kind == RowKind.CUMSUM else -1]
+    for team in (32, row_scans.THREADS):
+        assert _wrong(kind, np.ascontiguousarray(host), ("rows", "packed"), F32, team, None) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

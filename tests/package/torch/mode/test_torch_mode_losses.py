@@ -69,7 +69,9 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "kl of logs": lambda x, t, **k: F.kl_div(x, t.log(), log_target=True, **k),
     "bce": lambda x, t, **k: F.binary_cross_entropy_with_logits(x, t, **k),
     "bce weighted": lambda x, t, **k: F.binary_cross_entropy_with_logits(x, t, t.detach() + 1, **k),
-    "bce pos_weight": lambda x, t, **k: F.binary_cross_entropy_with_logits(x, t, pos_weight=torch.tensor(2.5).to(x), **k),
+    "bce pos_weight": lambda x, t, **k: F.binary_cross_entropy_with_logits(
+        x, t, pos_weight=torch.tensor(2.5).to(x), **k
+    ),
 }
 
 
