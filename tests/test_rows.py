@@ -16,8 +16,8 @@ from frameworks import FRAMEWORKS, bits, framework, from_torch, same, to_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import rational
-from oracles.halves import halves
 from oracles.elementary import exp, log, product, quotient
+from oracles.halves import halves
 
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, config, rows
