@@ -129,7 +129,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         self._enter(lasting=True)
 
     def disable(self) -> None:
-        """Leave it again, also where other modes were entered since; inside of its own with block, for the rest of that.
+        """Leave it again, also where other modes were entered since; in its own with block, for the rest of that.
 
         Raises:
             ArgumentError: it is not at work in this thread.
