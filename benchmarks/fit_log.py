@@ -2,10 +2,10 @@
 
     python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N]
 
-Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn (detkern/measure/timing.py), with
-cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py says what it holds. Seeds are FITTING_SEEDS
-of drawn.py alone: no record is of these. The logs that the table in the package is fitted to are tile-times-seed*.jsonl under
-benchmarks/results/h200.
+Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn
+(detkern/measure/timing.py), with cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py
+says what it holds. Seeds are FITTING_SEEDS of drawn.py alone: no record is of these. The logs that the table in the
+package is fitted to are tile-times-seed*.jsonl under benchmarks/results/h200.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Products that are no linear layer's forward, against PyTorch's on this GPU: `python -m benchmarks.user_products [--count N]`.
+"""Products that are no linear layer's forward, against PyTorch's on this GPU: `python -m benchmarks.user_products`.
 
-Attention written with matmul: scores q @ k.T and weights @ v, whose operands lie as models keep them ([B, H, L, D], [B, L, H, D]
-read as that, a cache longer than what is in it, a projection of q, k and v in one), with heads that share k and v, whole
-sequences and single rows; batches of float32; and the products that were above the aim once, by name. All but those are drawn:
-sizes and layouts are a function of a seed and an index. Each call is `detkern.torch.matmul` and `torch.matmul` of the same views,
-inside CUDA graphs, in turn, over sets of random operands that together pass twice the L2 cache; times are medians over the turns.
+Attention written with matmul: scores q @ k.T and weights @ v, whose operands lie as models keep them ([B, H, L, D],
+[B, L, H, D] read as that, a cache longer than what is in it, a projection of q, k and v in one), with heads that share
+k and v, whole sequences and single rows; batches of float32; and the products that were above the aim once, by name.
+All but those are drawn: sizes and layouts are a function of a seed and an index. Each call is `detkern.torch.matmul`
+and `torch.matmul` of the same views, inside CUDA graphs, in turn, over sets of random operands that together pass twice
+the L2 cache; times are medians over the turns.
 
-The seed is new in each run unless it is given, and in the record. Ends with status 2 where there is no CUDA device, PyTorch or
-CuPy, with 1 where a target is missed. Writes <DIR or benchmarks/results/<gpu>>/user-products.json.
+The seed is new in each run unless it is given, and in the record. Ends with status 2 where there is no CUDA device,
+PyTorch or CuPy, with 1 where a target is missed. Writes <DIR or benchmarks/results/<gpu>>/user-products.json.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Lies:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A product a @ b. what: "scores", "values" (weights @ v), "batch" or "product". name: of one that was not drawn."""
+    """A product a @ b. what: "scores", "values" (weights @ v), "batch" or "product". name: of one that was not
+    drawn."""
 
     what: str
     layout: str
@@ -167,8 +169,8 @@ NAMED = (
 
 
 def draw(seed: int, index: int) -> Case:
-    """Case number `index` of a seed: of five, two are attention over whole sequences, two of single or few rows, one a batch of
-    float32."""
+    """Case number `index` of a seed: of five, two are attention over whole sequences, two of single or few rows, one a
+    batch of float32."""
     rng = random.Random(f"{seed}/{index}")
 
     def log(first: int, last: int) -> int:
@@ -276,7 +278,8 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of the drawn rows, by kind: how many, the geometric mean of the ratios, their 90th and 99th percentile, the worst."""
+    """Of the drawn rows, by kind: how many, the geometric mean of the ratios, their 90th and 99th percentile, the
+    worst."""
     found = {}
     for kind in sorted({_kind(row) for row in rows if row["name"] == "drawn"}):
         ratios = sorted(row["ratio"] for row in rows if row["name"] == "drawn" and _kind(row) == kind)

@@ -35,7 +35,8 @@ class Explanation:
     """What a call would run; `str()` of it is for people.
 
     backend:       the name of the backend.
-    contract:      the name of the contract, of another operation than a product its own name, or "none" for backend="native".
+    contract:      the name of the contract, of another operation than a product its own name, or "none" for
+                   backend="native".
     kernel, tile, geometry: the kernel, the tile that it computes at once, and the grid and threads that it starts.
     scratch_bytes: scratch memory that it would take from the caller's allocator.
     copies:        one sentence for each operand that would be copied first.
@@ -233,7 +234,8 @@ def explain(a: Any, b: Any, *operands: Any, **settings: Any) -> Explanation:
     """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would
     raise.
 
-    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that follow.
+    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that
+    follow.
     """
     from .operations.table import operation_of  # where it is asked: no call needs it
 

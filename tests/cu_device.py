@@ -34,8 +34,8 @@ PAIRS = [
 PAIR_IDS = [f"{contract}-{dtype.short}" for contract, dtype in PAIRS]
 
 # How a matrix lies in memory: (row stride, column stride, offset of element [0, 0], elements in all) for its shape.
-# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides. There is also "packed",
-# rows without room between them.
+# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides. There is also
+# "packed", rows without room between them.
 MODES = ("rows", "columns", "rows-odd", "columns-odd", "reversed", "spread")
 # Modes that the kernels copy in vectors, and the load path of the element-by-element copy.
 FAST = ("rows", "columns")
@@ -138,8 +138,8 @@ def batched(host: np.ndarray, dtype: DType, axes: tuple[int, ...]) -> TensorView
 
 
 def random_bfloat16(memory: Any, seed: int = 0) -> None:
-    """Fill a CuPy array of uint16 with bf16 numbers from 1/2 to 2 of either sign, by a hash of the index: for what is too
-    large to be made on the host."""
+    """Fill a CuPy array of uint16 with bf16 numbers from 1/2 to 2 of either sign, by a hash of the index: for what is
+    too large to be made on the host."""
     import cupy
 
     # Signs and significands from a hash of the index, exponents of numbers near one.

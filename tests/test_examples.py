@@ -62,7 +62,8 @@ def test_rollout_and_trainer_agree_to_the_bit(
     monkeypatch.setattr(example, "SMALL", SMALL)
     done = CliRunner().invoke(
         example.main,
-        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
+        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture",
+            str(tmp_path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "rollout and trainer agree to the bit" in done.output

@@ -80,7 +80,8 @@ def test_frameworks_may_be_absent() -> None:
 def test_the_public_names() -> None:
     assert sorted(detkern.__all__) == [
         "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
-        "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
+        "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain",
+        "gemm",
         "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows", "scatter_sum",
     ]  # fmt: skip
     for name in detkern.__all__:

@@ -71,7 +71,7 @@ def replay(kind: RowKind, arrays: list[np.ndarray], width: int, out_dtype: DType
     return result.reshape(lead if kind.reduces else (*lead, width))
 
 
-# ---- the definition in exact rational arithmetic, with the constants of docs/contracts.md -----------------------------
+# ---- the definition in exact rational arithmetic, with the constants of docs/contracts.md -------------------------
 
 
 def constants(name: str) -> list[float]:
@@ -187,7 +187,7 @@ def test_exp_and_log_against_their_definition() -> None:
     assert rational.floats(numpy_rows.logarithm(s)) == [log(float(value)) for value in s]
 
 
-# ---- the aligned sum ---------------------------------------------------------------------------------------------------
+# ---- the aligned sum ----------------------------------------------------------------------------------------------
 
 HUGE = float(np.finfo(np.float32).max)
 UNIT = 2.0**-43  # of sums whose largest term is from 1 to 2
@@ -224,7 +224,8 @@ def test_sums_by_hand(version: str, terms: list[float], expected: float) -> None
 
 
 def test_sums_that_leave_64_bits(version: str) -> None:
-    """More than half a million of the largest terms of one exponent, alone and beside one that takes most of them away."""
+    """More than half a million of the largest terms of one exponent,
+    alone and beside one that takes most of them away."""
     width, term = (1 << 20) + 3, 2 - 2**-23
     x = np.full((3, width), np.float32(term))
     x[1] *= -1
@@ -240,7 +241,8 @@ def test_sums_that_leave_64_bits(version: str) -> None:
 
 
 def test_one_unit_lifts_a_sum_that_leaves_64_bits_over_the_half(version: str) -> None:
-    """2^21 and half of what its last place is worth is rounded to even; one unit more, the last of 65 bits, to above."""
+    """2^21 and half of what its last place is worth is rounded to even; one unit more, the last of 65 bits,
+    to above."""
     x = np.ones((3, (1 << 21) + 2), np.float32)
     x[:, 5] = 2.0**-3
     x[:, -1] = 0, UNIT, -UNIT
@@ -311,7 +313,7 @@ def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
             assert same(call(kind, arrays, 2000), expected)
 
 
-# ---- layouts, types, frameworks ---------------------------------------------------------------------------------------
+# ---- layouts, types, frameworks -----------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "columns first": np.asfortranarray,
@@ -543,8 +545,8 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("width", [16, 500, 4096, 50_000])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_are_as_accurate_as_pytorchs(name: str, width: int, dtype: DType) -> None:
-    """In root mean square against float64, each error relative to the result, to 2 %. PyTorch squares in the operand's type, so
-    its mean square is given binary32."""
+    """In root mean square against float64, each error relative to the result, to 2 %. PyTorch squares in the operand's
+    type, so its mean square is given binary32."""
     pytest.importorskip("torch", reason="torch is not installed")
     theirs, exactly = OPERATIONS[name]
     x = generate("normal", F32, (max(4, 60_000 // width), width), 1).astype(dtype.numpy)

@@ -151,7 +151,8 @@ typedef struct {
   void *stream;
 } detkern_block_scaled_descriptor;
 
-/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or out */
+/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or
+ * out */
 typedef struct {
   uint64_t size;
   int32_t operand_dtype; /* f32, f16 or bf16 */
@@ -170,9 +171,9 @@ typedef struct {
   void *stream;
 } detkern_column_sum_descriptor;
 
-/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two operands are
- * those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and mean_square, a of
- * their backward kinds. */
+/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two
+ * operands are those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and
+ * mean_square, a of their backward kinds. */
 typedef struct {
   uint64_t size;
   int32_t kind; /* detkern_row_kind */
@@ -203,8 +204,8 @@ DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabiliti
 DETKERN_EXPORT int32_t detkern_offers(detkern_offer *offers, uint64_t capacity, uint64_t *count);
 /* Computes an operation, or enqueues it on the descriptor's stream. */
 DETKERN_EXPORT int32_t detkern_run(uint32_t operation, const void *descriptor);
-/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no field
- * for it. */
+/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no
+ * field for it. */
 DETKERN_EXPORT int32_t detkern_scratch(uint32_t operation, const void *descriptor, uint64_t *bytes);
 /* Devices and their memory, for callers that have no framework at hand; detkern_copy waits for all work on the device
  * first and for the copy afterwards. Memory of the host is memory of the device where host_memory is 1. */

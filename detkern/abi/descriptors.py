@@ -1,4 +1,5 @@
-"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the next."""
+"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the
+next."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from . import mirror
 
 __all__ = ["block_scaled_descriptors", "column_sum_descriptors", "gemm_descriptors", "row_descriptors"]
 
-# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in the
-# structure's order.
+# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in
+# the structure's order.
 Templates = list[tuple[bytes, tuple[int, ...]]]
 
 

@@ -42,8 +42,8 @@ def _capability(text: str) -> tuple[int, int]:
 def cpu(again: bool) -> None:
     """Compile the CPU library into the cache folder.
 
-    It is otherwise compiled, in up to half a minute, by the first call that needs it. With a filled cache no compiler is needed
-    where the CPU has the same features; DETKERN_CACHE_DIR says where it lies.
+    It is otherwise compiled, in up to half a minute, by the first call that needs it. With a filled cache no compiler
+    is needed where the CPU has the same features; DETKERN_CACHE_DIR says where it lies.
 
     \b
     Examples:
@@ -72,8 +72,8 @@ def cpu(again: bool) -> None:
 def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
     """Compile the CUDA kernels into the cache folder.
 
-    A kernel is otherwise compiled, in a few seconds, by the first call that needs it; under CUDA graph capture such a call
-    is refused. What is in the cache already is not compiled again.
+    A kernel is otherwise compiled, in a few seconds, by the first call that needs it; under CUDA graph capture such a
+    call is refused. What is in the cache already is not compiled again.
 
     \b
     Examples:
@@ -99,7 +99,8 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     elif 10 * capability[0] + capability[1] not in supported:
         known = ", ".join(f"{a // 10}.{a % 10}" for a in supported if row.too_old("", divmod(a, 10)) is None)
         raise ArgumentError(
-            f"--capability {capability[0]}.{capability[1]}: the installed NVRTC knows no such device; it compiles for {known}"
+            f"--capability {capability[0]}.{capability[1]}: the installed NVRTC knows no such device; it compiles for "
+            f"{known}"
         )
     here = offered(capability)
     asked = [CONTRACTS[name] for name in contracts] or here

@@ -32,7 +32,8 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class _Product:
-    """What the files hold, and how it was multiplied. `bias`, `initial` and the scales are None where there are none."""
+    """What the files hold, and how it was multiplied.
+    `bias`, `initial` and the scales are None where there are none."""
 
     a: Array
     b: Array
@@ -85,7 +86,8 @@ class _Call:
         call = self.operation.call(variant)
         if len(self.operands) != len(call.operands):
             raise ArgumentError(
-                f"--operation {variant} takes a file each of {' and '.join(call.operands)}; given are {len(self.operands)}"
+                f"--operation {variant} takes a file each of {' and '.join(call.operands)}; given are "
+                f"{len(self.operands)}"
             )
         arguments: dict[str, Any] = {"out_dtype": out_dtype.name}
         if self.initial is not None:
@@ -134,7 +136,8 @@ class _Call:
     "--dtype",
     type=element_type,
     metavar="TYPE",
-    help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy saves "
+    help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy "
+    "saves "
     "bfloat16 as raw bytes.",
 )
 @json_option
@@ -157,8 +160,8 @@ def replay(
     """Recompute A @ B, or another operation of A and B, on the CPU and compare it with C, bit for bit.
 
     The files are .npy, .npz and .safetensors; FILE:KEY names one array of several. Stacks of matrices broadcast as in
-    numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether float32
-    results would tell them apart.
+    numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether
+    float32 results would tell them apart.
 
     \b
     Examples:
@@ -255,7 +258,8 @@ def _groups(product: _Product | _Call, equal: list[str]) -> list[list[str]]:
 
 def _tie(groups: list[list[str]], stored: DType) -> str:
     """That these elements cannot tell contracts apart, and which could."""
-    said = f"{_and([name for group in groups for name in group])} give the same elements here, which cannot tell them apart"
+    names = _and([name for group in groups for name in group])
+    said = f"{names} give the same elements here, which cannot tell them apart"
     left = [_and(group) for group in groups if len(group) > 1]
     float32 = 'float32 results of the same operands (out_dtype="float32")'
     if not left:

@@ -1,5 +1,5 @@
-"""The classic operator surface: `get_op("det_gemm")` gives an object with the entry points that users of det_gemm libraries
-call. docs/migrating.md says what is the same there and which bits differ.
+"""The classic operator surface: `get_op("det_gemm")` gives an object with the entry points that users of det_gemm
+libraries call. docs/migrating.md says what is the same there and which bits differ.
 
 Every entry point takes the arrays that `detkern.gemm` takes; on PyTorch tensors it records gradients, by detkern.torch.
 """
@@ -23,13 +23,14 @@ __all__ = ["DetGemm", "get_op", "list_ops"]
 class DetGemm:
     """Deterministic, batch-invariant products of matrices in f16 or bf16.
 
-    contract: of every call that names none. None: the arithmetic of the classic operator, `tree-mma16` on a device where
-        it is offered, else `tree` (`forward_accum_fp32` is always `fma`). `detkern.config.contract` has no say here.
+    contract: of every call that names none. None: the arithmetic of the classic operator, `tree-mma16` on a device
+        where it is offered, else `tree` (`forward_accum_fp32` is always `fma`). `detkern.config.contract` has no say
+        here.
     backend: the name of the one backend to use. None: the first of the registry that takes the call.
 
-    Operands are of one type, of one device, and may be strided; batch dimensions broadcast as in `detkern.gemm`. Results
-    are new arrays of the first operand's framework. All methods raise as `detkern.gemm` does; where no deterministic
-    backend serves the operands' device, the error says what each of them answered.
+    Operands are of one type, of one device, and may be strided; batch dimensions broadcast as in `detkern.gemm`.
+    Results are new arrays of the first operand's framework. All methods raise as `detkern.gemm` does; where no
+    deterministic backend serves the operands' device, the error says what each of them answered.
     """
 
     name = "det_gemm"
@@ -186,7 +187,8 @@ def _widened(array: Any, argument: str) -> Any:
         return array.float()
     if not hasattr(array, "astype"):
         raise DTypeError(
-            f"{argument} is bfloat16, the other operand float32, and {type(array).__name__} has no astype to widen it by: "
+            f"{argument} is bfloat16, the other operand float32, and {type(array).__name__} has no astype to widen it "
+            f"by: "
             "give float32, or an array of NumPy, PyTorch, JAX or CuPy"
         )
     return array.astype("float32")
@@ -228,7 +230,8 @@ def get_op(name: str, *, contract: str | None = None, backend: str | None = None
         backend: the name of the one backend to use, instead of the first that takes the call.
 
     Raises:
-        ArgumentError: there is no such operator or backend, or the backend is not deterministic; it names those there are.
+        ArgumentError: there is no such operator or backend, or the backend is not deterministic; it names those there
+            are.
         ContractUnsupported: there is no such contract.
     """
     op = _OPS.get(name) if isinstance(name, str) else None

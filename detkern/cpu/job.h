@@ -26,8 +26,8 @@ struct Bias {
   bool along_rows;  // one value for each row of the tile instead of each column
 };
 
-// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a side
-// too thin to fill the vector lanes that run along j is exchanged with the other.
+// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a
+// side too thin to fill the vector lanes that run along j is exchanged with the other.
 struct Job {
   Side a, b;
   int64_t k;

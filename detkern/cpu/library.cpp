@@ -98,7 +98,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   job.out_dtype = d->out_dtype;
   job.out_row_stride = d->out_row_stride * out_size;
   job.out_col_stride = d->out_col_stride * out_size;
-  if (d->bias_dtype) job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
+  if (d->bias_dtype)
+    job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
   exchange_thin(job);
@@ -108,7 +109,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
 int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
   if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
     return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
   if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
   if (d->k % 128) return fail(DETKERN_UNSUPPORTED, "k = %lld is not a multiple of 128", static_cast<long long>(d->k));
@@ -164,8 +166,8 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
   return run(run_column_sum, job);
 }
 
-RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride, const int64_t* batch_strides,
-                       int batch_rank, bool one_a_row) {
+RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride,
+                       const int64_t* batch_strides, int batch_rank, bool one_a_row) {
   const int64_t size = itemsize(dtype);
   RowOperand operand{};
   operand.data = static_cast<char*>(const_cast<void*>(data));
@@ -185,7 +187,8 @@ int32_t rows(const detkern_row_descriptor* d) {
   if (!is_output_type(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
   if (two ? !is_output_type(d->b_dtype) : d->b_dtype != 0)
     return fail(DETKERN_UNSUPPORTED, "b_dtype %d of row operation %d", d->b_dtype, d->kind);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
   if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
     return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
@@ -204,8 +207,10 @@ int32_t rows(const detkern_row_descriptor* d) {
   job.batch_rank = d->batch_rank;
   job.batch_shape = d->batch_shape;
   job.a = row_operand(d->a, d->a_dtype, d->a_row_stride, d->a_col_stride, d->a_batch_strides, d->batch_rank, spreads);
-  if (two) job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
-  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides, d->batch_rank, reduces);
+  if (two)
+    job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
+  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides,
+                        d->batch_rank, reduces);
   job.threads = d->threads;
   return run(run_rows, job);
 }
@@ -272,7 +277,8 @@ int32_t detkern_allocate(int32_t, uint64_t bytes, void** pointer) {
   using namespace detkern;
   last_error[0] = 0;
   *pointer = std::malloc(bytes ? bytes : 1);
-  return *pointer ? int32_t(DETKERN_OK) : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
+  return *pointer ? int32_t(DETKERN_OK)
+                  : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
 }
 
 int32_t detkern_free(int32_t, void* pointer) {

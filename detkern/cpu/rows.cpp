@@ -1,8 +1,8 @@
 // The row operations of docs/contracts.md: aligned sums over the last dimension, and what is made of them.
 //
-// A task is a block of rows of one batch index. Its columns are upcast into a buffer, all of them where they fit, else as many
-// at a time as there is room for, once for each pass: the largest terms, the sum, the results. Vector lanes run along the rows.
-// A term scaled to whole units lies below 2^44, so a lane adds up to 2^9 of them exactly in double.
+// A task is a block of rows of one batch index. Its columns are upcast into a buffer, all of them where they fit, else
+// as many at a time as there is room for, once for each pass: the largest terms, the sum, the results. Vector lanes run
+// along the rows. A term scaled to whole units lies below 2^44, so a lane adds up to 2^9 of them exactly in double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -57,7 +57,8 @@ float largest_lane(Float value) {
 // total * 2^unit, rounded once. What is below 2^-126 is a multiple of 2^-149 and needs no rounding.
 float rounded(Total total, int unit) {
   const bool negative = total < 0;
-  unsigned __int128 magnitude = negative ? -static_cast<unsigned __int128>(total) : static_cast<unsigned __int128>(total);
+  unsigned __int128 magnitude = static_cast<unsigned __int128>(total);
+  if (negative) magnitude = -magnitude;
   int shift = 0;
   if (const uint64_t high = uint64_t(magnitude >> 64)) {
     shift = 64 - __builtin_clzll(high);
@@ -335,7 +336,8 @@ class Block {
   alignas(64) float given_[MOST_ROWS] = {};
 };
 
-// Rows of a block: as many as fit with all of their columns; where neighbouring rows lie closer than columns, whole cache lines.
+// Rows of a block: as many as fit with all of their columns; where neighbouring rows lie closer than columns, whole
+// cache lines.
 int64_t rows_of_block(const RowJob& job) {
   const RowOperand& wide = job.b.data ? job.b : job.a.col_stride ? job.a : job.out;
   if (std::abs(wide.row_stride) < std::abs(wide.col_stride)) return MOST_ROWS;

@@ -55,8 +55,8 @@ class CudaBackend:
     def preload(
         self, device: Device, pairs: Iterable[tuple[Contract, DType]], along_k: Iterable[tuple[bool, bool]]
     ) -> int:
-        """Compile and load every kernel that products of these contracts and operand types may need, whose lines of a and b run
-        along k or not. Returns how many there are."""
+        """Compile and load every kernel that products of these contracts and operand types may need, whose lines of a
+        and b run along k or not. Returns how many there are."""
         from .ahead import of_layouts
         from .preload import load_all
 
@@ -64,8 +64,8 @@ class CudaBackend:
         return load_all(facts, of_layouts(pairs, along_k, facts.capability))
 
     def facts(self, device: Device) -> dict[str, str]:
-        """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract, and of
-        other operations those that have run."""
+        """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract,
+        and of other operations those that have run."""
         if missing(device.index):
             return {}
         facts = describe(device.index)

@@ -25,8 +25,8 @@ class LaunchFailure(Exception):
 
 
 class ExtendedLaunch:
-    """A kernel of (GemmParams, maps of a, b and the output), with its launch configurations, one for each stream that it was
-    used on, and the maps of the operands that it was used with: a call packs four pointers and enqueues."""
+    """A kernel of (GemmParams, maps of a, b and the output), with its launch configurations, one for each stream that
+    it was used on, and the maps of the operands that it was used with: a call packs four pointers and enqueues."""
 
     __slots__ = ("_configurations", "_driver", "_maps", "function", "launch")
 

@@ -1,5 +1,5 @@
-"""What the implementations of all operations on CUDA share: a device on which one has not been compared with the replay checks
-it before it is offered."""
+"""What the implementations of all operations on CUDA share: a device on which one has not been compared with the replay
+checks it before it is offered."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """How TMA sees an operand: the shape of its tensor map, and the maps themselves, which hold a pointer.
 
 A map has four dimensions: along the operand's contiguous lines, across them, from box to box along the lines, and the
-batch. Of a batch of two dimensions the inner one is the third, and lines are not cut. Of three, two have to be one (`folded`). Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the
-limits). Lines of whole boxes are cut into these, so that one copy takes all the boxes of a stage; others are not, their
-third dimension is 1, and what a box has beyond a line's end is zeros.
+batch. Of a batch of two dimensions the inner one is the third, and lines are not cut; of three, two have to be one
+(`folded`). Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives
+the limits). Lines of whole boxes are cut into these, so that one copy takes all the boxes of a stage; others are not,
+their third dimension is 1, and what a box has beyond a line's end is zeros.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ _MAPS = 256  # kept of one shape at most, a map 128 bytes
 
 @functools.cache
 def available() -> bool:
-    """Whether tensor maps can be made here: cuda-bindings makes and launches with them. Says once what it would bring."""
+    """Whether tensor maps can be made here: cuda-bindings makes and launches with them.
+    Says once what it would bring."""
     try:
         found = importlib.util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:  # no package called cuda at all
         found = False
     if not found:
         warnings.warn(
-            "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same bits; "
+            "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same "
+            "bits; "
             f"{install('cuda13', 'cuda12')}",
             stacklevel=2,
         )
@@ -59,8 +62,8 @@ def available() -> bool:
 @dataclass(slots=True)
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
-    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`); inner:
-    size and stride of a second batch dimension, inside of the one in `sizes`."""
+    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`);
+    inner: size and stride of a second batch dimension, inside of the one in `sizes`."""
 
     dtype: DType
     sizes: tuple[int, int, int]
@@ -129,8 +132,8 @@ def bindings() -> Any:
 # What differs with the number of lines is in none of these.
 @functools.lru_cache(maxsize=1024)
 def _constants(driver: Any, code: int, strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
-    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the bindings want
-    them. code: of the type."""
+    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the
+    bindings want them. code: of the type."""
     kinds = driver.CUtensorMapDataType
     kind = {
         F16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -174,8 +177,8 @@ def _shape(
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A problem with a batch of at most two dimensions. shared: how many indices of the second one have one matrix of a, and of
-    b, whose strides there are from one such matrix to the next."""
+    """A problem with a batch of at most two dimensions. shared: how many indices of the second one have one matrix of a,
+    and of b, whose strides there are from one such matrix to the next."""
 
     problem: GemmProblem
     shared: tuple[int, int]
@@ -193,9 +196,11 @@ class Folded:
 # Of the problem in hand: the choice of a tile asks for every tile of the tables.
 @functools.lru_cache(maxsize=8)
 def folded(problem: GemmProblem) -> Folded | None:
-    """The problem with its batch as maps have it; None where that has more than two dimensions. Of three the last two become one
-    where each operand's matrices are at one distance from another, or one for all indices of the last: attention of [B, L, H, D]
-    in which several heads of q share one of k."""
+    """The problem with its batch as maps have it; None where that has more than two dimensions.
+
+    Of three the last two become one where each operand's matrices are at one distance from another, or one for all
+    indices of the last: attention of [B, L, H, D] in which several heads of q share one of k.
+    """
     if len(problem.batch) < 3:
         return Folded(problem, (1, 1))
     if len(problem.batch) > 3:

@@ -30,7 +30,8 @@ class Rehearsed(Exception):
 
 
 def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> tuple[Planned, list[str]]:
-    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or written.
+    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or
+    written.
 
     Raises what the call would.
     """
@@ -74,7 +75,8 @@ class Call:
         leader: int = 0,
         planned_copies: list[str] | None = None,
     ) -> None:
-        """operands: array and name of each; only one called "bias" may be None, only one called "index" holds whole numbers.
+        """operands: array and name of each; only one called "bias" may be None, only one called "index" holds whole
+        numbers.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
         if rehearsals and planned_copies is None:
             planned_copies = _copies.get()
@@ -120,8 +122,8 @@ class Call:
                 raise _elsewhere("out", self.out, argument, lead_view)
 
     def complete(self, planned: Planned) -> Any:
-        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
-        caller gets."""
+        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give
+        what the caller gets."""
         if rehearsals and _copies.get() is not None:
             self.refuse_overlap()
             raise Rehearsed(planned)

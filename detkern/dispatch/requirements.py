@@ -1,4 +1,5 @@
-"""What each backend needs, as data: one row a backend, in order of preference, and the sentences that say what is missing.
+"""What each backend needs, as data: one row a backend, in order of preference, and the sentences that say what is
+missing.
 
 A row is all that the rest of the package knows of a backend before it loads it: dispatch, `explain`, `detkern info`,
 `detkern verify` and the backend's own refusals read it here. What only the backend's runtime can find out (a driver, a
@@ -169,7 +170,8 @@ def old_driver(supports: str, package: str, needs: str) -> str:
 
 
 def install(*extras: str) -> str:
-    """How to get what an extra of setup.cfg brings, one of several: from a checkout, since an index may not have detkern."""
+    """How to get what an extra of setup.cfg brings, one of several: from a checkout, since an index may not have
+    detkern."""
     commands = " or ".join(f'".[{extra}]"' for extra in extras)
     return f"pip install {commands} in the folder of detkern's sources"
 

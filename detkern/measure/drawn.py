@@ -1,10 +1,10 @@
 """Products drawn from the layers of published models (models.toml): what `python -m benchmarks.gemm --drawn` measures.
 
-A draw is a function of a seed and an index alone: every choice is a SHA-256 of both and of the choice's name, so that it does
-not depend on Python's version, on the number of products or on what was drawn before. Of eight products four are forward at an M
-that is log-uniform, one is forward at an M near a multiple of 64, and one each is the gradient of x, that of the weight, and
-that of the weight into float32, new or accumulated in turn. A model, a tensor-parallel degree and a layer are equally likely
-each; LoRA counts as one layer of a model.
+A draw is a function of a seed and an index alone: every choice is a SHA-256 of both and of the choice's name, so that
+it does not depend on Python's version, on the number of products or on what was drawn before. Of eight products four
+are forward at an M that is log-uniform, one is forward at an M near a multiple of 64, and one each is the gradient of
+x, that of the weight, and that of the weight into float32, new or accumulated in turn. A model, a tensor-parallel
+degree and a layer are equally likely each; LoRA counts as one layer of a model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _OPS = {"forward": "forward", "near": "forward", "da": "da", "db": "db", "db_f32
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A product and how it was drawn. part: of PARTS. layer: what it does in its model. output_f32: the result is float32,
-    and accumulate: added to what is there."""
+    """A product and how it was drawn. part: of PARTS. layer: what it does in its model. output_f32: the result is
+    float32, and accumulate: added to what is there."""
 
     index: int
     part: str

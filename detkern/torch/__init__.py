@@ -28,7 +28,8 @@ from .mode.process import disable, enable, is_enabled
 
 __all__ = [
     "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "disable", "embedding", "enable", "gather",
-    "index_add", "index_put", "index_select", "is_enabled", "linear", "log_softmax", "main_grads_to_grad", "matmul", "mean",
+    "index_add", "index_put", "index_select", "is_enabled", "linear", "log_softmax", "main_grads_to_grad", "matmul",
+    "mean",
     "mean_square", "revert", "scatter_add", "scatter_sum", "softmax", "sum", "take", "zero_main_grads",
 ]  # fmt: skip
 

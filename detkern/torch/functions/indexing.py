@@ -1,8 +1,8 @@
 """PyTorch's functions that read or write by an index, with sums by `detkern.scatter_sum`: forward or in the gradient.
 
-Each becomes rows taken or rows summed (scattered.py) by *positions*: where in the dimensions that are indexed, taken as one, an
-element stands. They are found by indexing the coordinates in the same way, so whatever PyTorch understands as an index is right
-here, and what it refuses is refused with its own error.
+Each becomes rows taken or rows summed (scattered.py) by *positions*: where in the dimensions that are indexed, taken as
+one, an element stands. They are found by indexing the coordinates in the same way, so whatever PyTorch understands as
+an index is right here, and what it refuses is refused with its own error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .broadcasting import expanded
 from .scattered import rows_summed, rows_taken
 
 __all__ = [
-    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "read", "scatter_add",
+    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "read",
+    "scatter_add",
     "take",
 ]  # fmt: skip
 
@@ -32,23 +33,23 @@ def embedding(
     accumulate: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The rows of weight that tokens name, torch.nn.functional.embedding, with the gradient of weight by `detkern.scatter_sum`: each
-    row is one chain over the tokens that name it, in row-major order of their positions.
+    """The rows of weight that tokens name, torch.nn.functional.embedding, with the gradient of weight by
+    `detkern.scatter_sum`: each row is one chain over the tokens that name it, in row-major order of their positions.
 
     Args:
         tokens: [..], int32 or int64.
         weight: [V, N].
         padding_idx: a row whose gradient is 0; negative: from the end.
-        accumulate: add the gradient to `weight.main_grad`, float32 [V, N], instead of giving it to autograd, as in `linear`.
-            Micro-batches, taken in order and cut anywhere, so give the bits of the whole batch.
+        accumulate: add the gradient to `weight.main_grad`, float32 [V, N], instead of giving it to autograd, as in
+            `linear`. Micro-batches, taken in order and cut anywhere, so give the bits of the whole batch.
         backend: the name of the one backend for the gradient.
 
     Returns:
         [.., N].
 
     Raises:
-        ShapeError: weight is not a matrix. ArgumentError: padding_idx names no row; with accumulate, weight has no fitting
-        main_grad. IndexError: PyTorch's, for a token that names no row.
+        ShapeError: weight is not a matrix. ArgumentError: padding_idx names no row; with accumulate, weight has no
+            fitting main_grad. IndexError: PyTorch's, for a token that names no row.
     """
     if weight.dim() != 2:
         raise ShapeError(f"weight has shape {list(weight.shape)}; embedding needs [V, N]")
@@ -137,8 +138,8 @@ def index_add(
     alpha: float = 1,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """torch.index_add by `detkern.scatter_sum`: each chain starts at x's value and goes over index ascending, in binary32; one
-    rounding to x's type.
+    """torch.index_add by `detkern.scatter_sum`: each chain starts at x's value and goes over index ascending, in
+    binary32; one rounding to x's type.
 
     Args:
         x, dim, backend: as in `index_select`.
@@ -194,8 +195,8 @@ def scatter_add(
 
 
 def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """torch.index_put(accumulate=True) by `detkern.scatter_sum`, with chains as in `index_add`, over the elements of x[indices] in
-    row-major order.
+    """torch.index_put(accumulate=True) by `detkern.scatter_sum`, with chains as in `index_add`, over the elements of
+    x[indices] in row-major order.
 
     Args:
         x, backend: as in `index_select`.
@@ -220,8 +221,8 @@ def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: s
 
 
 def positions(shape: Any, key: Any, device: Any) -> tuple[Any, int]:
-    """Which of the elements of a tensor's leading dimensions tensor[key] has, in row-major order of these dimensions; and how many
-    dimensions they are. Those after them are taken whole."""
+    """Which of the elements of a tensor's leading dimensions tensor[key] has, in row-major order of these dimensions;
+    and how many dimensions they are. Those after them are taken whole."""
     indexed = _indexed(key if isinstance(key, tuple) else (key,), len(shape))
     return _combined(shape[:indexed], device, lambda coordinates: coordinates[key]), indexed
 
@@ -248,8 +249,8 @@ def _indexed(key: tuple[Any, ...], rank: int) -> int:
 
 
 def _combined(shape: Any, device: Any, chosen: Callable[[Any], Any]) -> Any:
-    """Which elements of a tensor of this shape `chosen` reads, counted in row-major order: it reads the coordinates along each
-    dimension, and they are made one number."""
+    """Which elements of a tensor of this shape `chosen` reads, counted in row-major order: it reads the coordinates
+    along each dimension, and they are made one number."""
     if not shape:
         return chosen(torch.zeros((), dtype=torch.int64, device=device))
     total = None

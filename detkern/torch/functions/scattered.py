@@ -1,4 +1,5 @@
-"""Rows taken by an index and rows summed by one: two ops, each the other's gradient. indexing.py makes PyTorch's functions of them.
+"""Rows taken by an index and rows summed by one: two ops, each the other's gradient. indexing.py makes PyTorch's
+functions of them.
 
 The sum is `detkern.scatter_sum`: the gradient of a row is one chain over the places that took it, in their order.
 """
@@ -24,7 +25,8 @@ def rows_taken(x: Any, index: Any, ignored: int = -1, main_grad: Any = None, bac
         x: [rows, *rest].
         index: [M], int32 or int64, in [0, rows).
         ignored: a row whose gradient is 0, whoever takes it; -1: none.
-        main_grad: float32 [rows, N], of an x [rows, N], which the gradient is added to instead of being given to autograd; see main_grads.py.
+        main_grad: float32 [rows, N], of an x [rows, N], which the gradient is added to instead of being given to
+            autograd; see main_grads.py.
         backend: the backend of the gradient.
 
     Returns:

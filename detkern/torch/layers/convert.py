@@ -40,7 +40,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [
-            f"converted {len(self.converted)}, already {len(self.already)}, skipped {len(self.skipped)}, left {len(self.left)}"
+            (
+                f"converted {len(self.converted)}, already {len(self.already)}, skipped {len(self.skipped)}, left "
+                f"{len(self.left)}"
+            )
         ]
         for what in ("converted", "already", "skipped"):
             names = getattr(self, what)
@@ -74,9 +77,9 @@ def convert(
     """Make every torch.nn.Linear in `module` a `detkern.torch.Linear`, in place, and transformers' Conv1D too.
 
     The objects stay the same, and with them parameters, hooks, tied layers and references held elsewhere; only their
-    class changes. A subclass that inherits torch.nn.Linear's forward gets a class that is a subclass of both, and hooks of
-    accelerate call detkern's forward. The fast path of torch.nn.TransformerEncoderLayer, which reads the layers instead of
-    calling them, is switched off where they are converted.
+    class changes. A subclass that inherits torch.nn.Linear's forward gets a class that is a subclass of both, and hooks
+    of accelerate call detkern's forward. The fast path of torch.nn.TransformerEncoderLayer, which reads the layers
+    instead of calling them, is switched off where they are converted.
 
     Layers of which it is not certain that detkern's forward would run are left alone, and one warning names them: among
     them subclasses with a forward of their own, quantised weights, torch.nn.MultiheadAttention, convolutions.
@@ -85,10 +88,10 @@ def convert(
         module: the model, or a torch.nn.Linear itself.
         skip: qualified names of layers to leave alone, patterns allowed ("lm_head", "*.router"), or a function (name,
             layer) -> bool, which is asked about linear layers only.
-        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`. accumulate marks all parameters of `module` besides,
-            but those of layers that `skip` names: under `batch_invariant_mode` whatever takes one (linear, an embedding, the
-            weight of a norm, what arithmetic broadcasts) adds its gradient to `main_grad`, with the bits of the whole batch;
-            without the mode autograd gets it.
+        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`. accumulate marks all parameters of `module`
+            besides, but those of layers that `skip` names: under `batch_invariant_mode` whatever takes one (linear, an
+            embedding, the weight of a norm, what arithmetic broadcasts) adds its gradient to `main_grad`, with the bits
+            of the whole batch; without the mode autograd gets it.
         strict: raise where a layer is left that `skip` does not name.
         report: return what was done, too.
 

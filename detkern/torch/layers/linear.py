@@ -21,7 +21,8 @@ SETTINGS = ("out_dtype", "accumulate", "contract", "backend")
 
 
 class Contracted:
-    """What every layer that computes by a contract has: the settings of its products, and what its repr says of them."""
+    """What every layer that computes by a contract has: the settings of its products,
+    and what its repr says of them."""
 
     out_dtype: Any = None
     accumulate: bool = False
@@ -43,8 +44,8 @@ class Contracted:
         self.backend = backend
 
     def settings(self) -> str:
-        """The contract and the settings that are not the defaults. A contract that the layer does not name itself is marked
-        as the default, and none is claimed where another forward was put on the layer."""
+        """The contract and the settings that are not the defaults. A contract that the layer does not name itself is
+        marked as the default, and none is claimed where another forward was put on the layer."""
         kind: Any = type(self)
         if not instance_forward.runs(self, kind.forward):
             return "contract=none: another forward was put on this layer"
@@ -62,7 +63,8 @@ class Contracted:
     def __prepare_scriptable__(self) -> Any:
         # torch.jit.script asks for it before it compiles anything.
         raise ArgumentError(
-            f"torch.jit.script compiles Python's source, which a product by a contract ({type(self).__name__}) is not made of: "
+            f"torch.jit.script compiles Python's source, which a product by a contract ({type(self).__name__}) is not "
+            f"made of: "
             "use torch.jit.trace, torch.export or torch.compile, or script the model after detkern.torch.revert(model)"
         )
 
@@ -106,7 +108,8 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
         contract: str | None = None,
         backend: str | None = None,
     ) -> Linear:
-        """A layer that shares weight and bias with `layer`. Hooks stay with `layer`; `detkern.torch.convert` keeps them.
+        """A layer that shares weight and bias with `layer`. Hooks stay with `layer`; `detkern.torch.convert` keeps
+        them.
 
         Args:
             layer: a torch.nn.Linear, or of a subclass that has no forward of its own.
@@ -146,14 +149,16 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
 def _need_plain(layer: Any) -> None:
     if not isinstance(layer, torch.nn.Linear):
         raise ArgumentError(
-            f"layer is not a torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the weight, as "
+            f"layer is not a torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the "
+            f"weight, as "
             "[out_features, in_features], or call detkern.torch.linear in the module's own forward"
         )
     name = type(layer).__name__
     if type(layer).forward not in (torch.nn.Linear.forward, Linear.forward) or not instance_forward.plain(layer):
         raise ArgumentError(
             f"layer, a {name}, has a forward of its own, which a Linear that shares its weight would not run: call "
-            "detkern.torch.linear(x, layer.weight, layer.bias) in that forward, or give the torch.nn.Linear inside of it"
+            "detkern.torch.linear(x, layer.weight, layer.bias) in that forward, or give the torch.nn.Linear inside of "
+            "it"
         )
     for part in ("weight", "bias"):
         tensor = getattr(layer, part)
@@ -171,7 +176,8 @@ def zero_main_grads(module: torch.nn.Module) -> None:
     """Set the accumulators of every layer with accumulate=True to zeros, and those of every parameter that
     `convert(model, accumulate=True)` has marked, making `main_grad` where there is none.
 
-    A parameter that several operations use gets the list `further_main_grads` beside it (docs/pytorch.md, "Micro-batches").
+    A parameter that several operations use gets the list `further_main_grads` beside it (docs/pytorch.md,
+    "Micro-batches").
 
     Args:
         module: searched with all its submodules. A main_grad that fits is zeroed in place.

@@ -1,5 +1,5 @@
-"""Reading and writing by an index, as PyTorch names it, under batch_invariant_mode: sums by `detkern.scatter_sum`, in index_add and its
-like, and in the gradient of whatever is read. Handlers as in products.py.
+"""Reading and writing by an index, as PyTorch names it, under batch_invariant_mode: sums by `detkern.scatter_sum`, in
+index_add and its like, and in the gradient of whatever is read. Handlers as in products.py.
 
 What is read is PyTorch's where nothing is recorded: a copy has no sums.
 """

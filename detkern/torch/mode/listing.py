@@ -1,4 +1,5 @@
-"""What batch_invariant_mode covers and what strict refuses, as docs/batch-invariant-mode.md lists it, from what coverage.py holds.
+"""What batch_invariant_mode covers and what strict refuses, as docs/batch-invariant-mode.md lists it, from what
+coverage.py holds.
 
 `python -m detkern.torch.mode.listing --write docs/batch-invariant-mode.md` puts the lists into the page.
 """
@@ -41,7 +42,8 @@ _COVERED = (
 )
 # Other names of the same functions.
 _ALIASES = {
-    "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul",
+    "divide": "div", "true_divide": "div",
     "rdiv": "div", "rtruediv": "div", "rpow": "pow",
 }  # fmt: skip
 _WIDTH = 120
@@ -96,7 +98,8 @@ def inserted(page: str) -> str:
     """The page with its generated parts as they are now.
 
     Raises:
-        ArgumentError: it lacks the comments around a part, or names are listed that have no handler, or the other way round.
+        ArgumentError: it lacks the comments around a part, or names are listed that have no handler, or the other way
+            round.
     """
     for name, text in page_parts().items():
         begin, end = f"<!-- {name}: detkern/torch/mode/listing.py -->\n", f"<!-- end of {name} -->\n"

@@ -1,8 +1,8 @@
 // What the CUDA-core kernels use of ptx/, on the host, for tests of their index arithmetic, their rings of stages and
 // their barriers. It takes the place of those headers beside copies of the kernel's other files; threads are fibers.
 //
-// An asynchronous copy takes place when it is started (EARLY), or when a thread waits for its group and no sooner (LATE):
-// a kernel that is right is right under both, and in both orders in which the fibers run between barriers.
+// An asynchronous copy takes place when it is started (EARLY), or when a thread waits for its group and no sooner
+// (LATE): a kernel that is right is right under both, and in both orders in which the fibers run between barriers.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,5 @@
-"""The classic operator surface: every entry point's bits, its gradients, its defaults, and dispatch that fails closed."""
+"""The classic operator surface: every entry point's bits, its gradients, its defaults,
+and dispatch that fails closed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every CUDA source compiles for every architecture that it claims, with no GPU: registers, spills, stack frame and shared
-memory from the compiler's log are held to bounds, and the machine code to the instructions that a contract needs."""
+"""Every CUDA source compiles for every architecture that it claims, with no GPU: registers, spills, stack frame and
+shared memory from the compiler's log are held to bounds, and the machine code to the instructions that a contract
+needs."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ Builds = dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]
 
 
 def _compiling(builds: list[tuple[str, loader.KernelBuild]]) -> Iterator[Builds]:
-    """The futures of builds, each for an architecture, worked on by two processes while the tests take them in order."""
+    """The futures of builds, each for an architecture,
+    worked on by two processes while the tests take them in order."""
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield {(architecture, build): pool.submit(compile_build, build, architecture) for architecture, build in builds}
         pool.shutdown(cancel_futures=True)
@@ -214,8 +216,8 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
 
 
 def _check_narrow_loop(case: Case, code: str) -> None:
-    """fma_narrow.cu's loop over stages: one fused multiply-add an output and k, the fragments in whole vectors, one barrier
-    waited for and one arrived at, hardly anything else but the conversions of 16-bit operands; no copy."""
+    """fma_narrow.cu's loop over stages: one fused multiply-add an output and k, the fragments in whole vectors, one
+    barrier waited for and one arrived at, hardly anything else but the conversions of 16-bit operands; no copy."""
     tile, size = case.tile, case.operand.itemsize
     places = {match[1]: match.start() for match in re.finditer(r"^(\.L_x_\d+):", code, re.MULTILINE)}
     backward = (
@@ -239,10 +241,10 @@ def _check_narrow_loop(case: Case, code: str) -> None:
 
 
 def _check_loops(tile: Tile, code: str) -> None:
-    """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but for
-    strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for; and behind
-    the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next come from
-    memory."""
+    """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but
+    for strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for;
+    and behind the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next
+    come from memory."""
     loops = list(main_loops(code))
     assert len(loops) == (1 if tile.f32_out else 2 + tile["STRIDED_OUT"])
     large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
@@ -374,8 +376,8 @@ def _rows_built(
 
 
 def _rows_to_compile() -> Iterator[tuple[str, loader.KernelBuild]]:
-    """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two kinds
-    that need most of them."""
+    """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two
+    kinds that need most of them."""
     for number, kind in enumerate(RowKind):
         tiles = [tile for load in rows.RowLoad for tile in rows.tiles_for(kind, load, (9, 0))]
         operand = F32 if kind.spreads and kind.operands == 1 else (F32, F16, BF16)[number % 3]
@@ -416,8 +418,8 @@ def test_the_row_operations_compile_within_bounds(
     if not kind.spreads:
         assert "F2I.S64.TRUNC" in instructions
     assert any(name.startswith("UCGABAR") for name in instructions) == (macros["CLUSTER"] > 1)
-    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they ask for
-    # infinities and where they negate a significand: no result.
+    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they
+    # ask for infinities and where they negate a significand: no result.
     flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
     assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
     assert bool(flushing) == ("FCHK" in instructions)

@@ -1,4 +1,5 @@
-"""What TMA is told of operands and outputs, and what it cannot be told; the maps themselves on a driver that only takes notes."""
+"""What TMA is told of operands and outputs, and what it cannot be told; the maps themselves on a driver that only takes
+notes."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_batches_of_two_dimensions_at_most_have_maps() -> None:
 
 
 def _heads(rows: int, depth: int, sharing: int, groups: int = 3) -> TensorView:
-    """[B, Hkv, G, rows, depth] read from [B, rows, H, depth], of `groups` heads times `sharing`, or of heads that G share."""
+    """[B, Hkv, G, rows, depth] read from [B, rows, H, depth], of `groups` heads times `sharing`, or of heads that G
+    share."""
     heads = groups * max(sharing, 1)
     strides = (rows * heads * depth, max(sharing, 1) * depth, depth if sharing else 0, heads * depth, 1)
     return _view((2, groups, sharing or 4, rows, depth), strides)

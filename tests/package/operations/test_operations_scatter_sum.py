@@ -95,7 +95,8 @@ def test_against_float32_additions_in_order(dtype: DType, kind: str) -> None:
 
 
 def test_long_chains_are_chains() -> None:
-    """A row that many sources name, of more elements than the replay takes at once, against NumPy's unbuffered additions."""
+    """A row that many sources name, of more elements than the replay takes at once, against NumPy's unbuffered
+    additions."""
     for m, n in ((300_000, 1), (3000, 100), (40, 8000)):
         source, index = generate("cancel", F32, (m, n), 1), drawn(m, 2, 5)
         expected = np.zeros((2, n), np.float32)

@@ -1,4 +1,5 @@
-"""Reading and writing by an index in detkern.torch: PyTorch's results, and gradients by the scattered sum, bit for bit."""
+"""Reading and writing by an index in detkern.torch: PyTorch's results, and gradients by the scattered sum,
+bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""convert and revert on the layers that people have: what can be converted computes by the contract, what cannot is named."""
+"""convert and revert on the layers that people have: what can be converted computes by the contract, what cannot is
+named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reading and writing by an index under batch_invariant_mode: sums by the scattered sum, the rest PyTorch's, as it was."""
+"""Reading and writing by an index under batch_invariant_mode: sums by the scattered sum, the rest PyTorch's,
+as it was."""
 
 from __future__ import annotations
 
