@@ -177,8 +177,8 @@ def _shape(
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A problem with a batch of at most two dimensions. shared: how many indices of the second one have one matrix of a,
-    and of b, whose strides there are from one such matrix to the next."""
+    """A problem with a batch of at most two dimensions. shared: how many indices of the second one have one matrix of
+    a, and of b, whose strides there are from one such matrix to the next."""
 
     problem: GemmProblem
     shared: tuple[int, int]
