@@ -62,13 +62,20 @@ class TileCopy {
   int mn_left_;  // of the tile's EXTENT_MN, those inside the operand
 };
 
-// Threads take pairs of neighbouring k, along the dimension with the smaller stride first.
+// Lines along k, wherever they start, come in whole chunks as those of K_MAJOR. Else threads take pairs of neighbouring
+// k, along the dimension with the smaller stride first. Nothing is written where a tile is beyond the end of K.
 template <int EXTENT_MN, int EXTENT_K, int THREAD_COUNT>
 class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
  public:
   static constexpr int PAIRS = EXTENT_MN * EXTENT_K / 2 / THREAD_COUNT;  // a thread
   static constexpr int AT_ONCE = PAIRS < 8 ? PAIRS : 8;
   static_assert(PAIRS * 2 * THREAD_COUNT == EXTENT_MN * EXTENT_K && PAIRS % AT_ONCE == 0, "equal parts");
+  static constexpr int CHUNK = 8;  // elements
+  static constexpr int ALONG = EXTENT_K / CHUNK, LINES_PER_PASS = THREAD_COUNT / ALONG;
+  static constexpr int PASSES = EXTENT_MN / LINES_PER_PASS;
+  static constexpr int PASSES_AT_ONCE = PASSES < 4 ? PASSES : 4;
+  static_assert(THREAD_COUNT % ALONG == 0 && EXTENT_MN % LINES_PER_PASS == 0 && PASSES % PASSES_AT_ONCE == 0,
+                "passes of whole lines");
 
   DETKERN_INLINE TileCopy(const uint16_t* origin, int64_t mn_stride, int64_t k_stride, int64_t mn0, int64_t mn_size,
                           int64_t k_size)
@@ -78,6 +85,11 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
   template <typename Place>
   DETKERN_INLINE void copy(uint32_t stage, Place place, int64_t k0) const {
     const int k_left = clamp(k_size_ - k0, EXTENT_K);
+    if (k_left == 0) return;
+    if (k_stride_ == 1) {
+      copy_lines(stage, place, origin_ + k0, k_left);
+      return;
+    }
     const uint16_t* tile = origin_ + k0 * k_stride_;
 #pragma unroll 1
     for (int first = thread_index(); first < EXTENT_MN * EXTENT_K / 2; first += AT_ONCE * THREAD_COUNT) {
@@ -100,6 +112,59 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
   }
 
  private:
+  // A chunk of the operand as it comes from memory: five words, of which `words` makes four.
+  struct Chunk {
+    uint32_t parts[5];
+    uint32_t shift;  // 16 where the chunk starts inside of a word
+
+    // The first `count` elements; zeros behind them. Nothing else is read.
+    DETKERN_INLINE void load(const uint16_t* source, int count) {
+      shift = reinterpret_cast<uint64_t>(source) % 4 * 8;
+      const uint32_t* word = reinterpret_cast<const uint32_t*>(source - shift / 16);
+      if (count == CHUNK) {
+        parts[0] = shift == 0 ? *word : static_cast<uint32_t>(*source) << 16;
+#pragma unroll
+        for (int i = 1; i < 4; ++i) parts[i] = word[i];
+        parts[4] = shift == 0 ? 0 : source[CHUNK - 1];
+      } else {
+        shift = 0;
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+          const uint32_t low = 2 * i < count ? source[2 * i] : 0, high = 2 * i + 1 < count ? source[2 * i + 1] : 0;
+          parts[i] = low | high << 16;
+        }
+      }
+    }
+
+    DETKERN_INLINE uint4 words() const {
+      return make_uint4(__funnelshift_r(parts[0], parts[1], shift), __funnelshift_r(parts[1], parts[2], shift),
+                        __funnelshift_r(parts[2], parts[3], shift), __funnelshift_r(parts[3], parts[4], shift));
+    }
+  };
+
+  // tile: the operand's element at the tile's first line and k; k_left: at least one.
+  template <typename Place>
+  DETKERN_INLINE void copy_lines(uint32_t stage, Place place, const uint16_t* tile, int k_left) const {
+    const int thread = thread_index() % THREAD_COUNT, chunk = thread % ALONG;
+    const int count = clamp(k_left - chunk * CHUNK, CHUNK);
+    int line = thread / ALONG;
+    const uint16_t* source = tile + line * mn_stride_ + chunk * CHUNK;
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; pass += PASSES_AT_ONCE) {
+      Chunk chunks[PASSES_AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < PASSES_AT_ONCE; ++i) {
+        chunks[i].load(source, line + i * LINES_PER_PASS < mn_left_ ? count : 0);
+        source += LINES_PER_PASS * mn_stride_;
+      }
+#pragma unroll
+      for (int i = 0; i < PASSES_AT_ONCE; ++i) {
+        store_shared(stage + place(line + i * LINES_PER_PASS, chunk), chunks[i].words());
+      }
+      line += PASSES_AT_ONCE * LINES_PER_PASS;
+    }
+  }
+
   DETKERN_INLINE void position(int pair, int& mn, int& k) const {
     mn = along_k_ ? pair / (EXTENT_K / 2) : pair % EXTENT_MN;
     k = 2 * (along_k_ ? pair % (EXTENT_K / 2) : pair / EXTENT_MN);
