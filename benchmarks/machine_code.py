@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import hashlib
 import io
 import json
@@ -76,14 +75,15 @@ def _digest(build: Any, architecture: str) -> str:
 
 def every_build() -> dict[str, Any]:
     """The builds of this process's detkern for compute capability 9.0, by what they are compiled with."""
-    from detkern.cu import ahead, column_sum, rows
-    from detkern.cu.backend import offered
+    from detkern.cu import ahead, backend
 
-    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
-    with contextlib.suppress(ImportError):  # an older commit has none
-        from detkern.cu import scatter_sum
+    found = ahead.builds(backend.offered((9, 0)), (9, 0))
+    if hasattr(backend.BACKEND, "other_builds"):
+        found += backend.BACKEND.other_builds((9, 0))
+    else:  # an older commit
+        from detkern.cu import column_sum, rows, scatter_sum
 
-        found += scatter_sum.builds()
+        found += column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
     return {str(build): build for build in found}
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, gemm_tile, geometry, row_sums, rows, scatter_sum, tile_choice
+from detkern.cu import ahead, gemm_tile, geometry, row_sums, rows, tile_choice
+from detkern.cu.backend import BACKEND
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -289,11 +290,6 @@ def compile_row_sums() -> int:
 def compile_all() -> int:
     """Every kernel of the backend, and mma8's, put into the cache with all cores; the number of kernels."""
     capability = describe(0).capability
-    wanted = (
-        ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability)
-        + column_sum.builds()
-        + rows.builds(capability)
-        + scatter_sum.builds()
-    )
+    wanted = ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + BACKEND.other_builds(capability)
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

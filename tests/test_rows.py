@@ -4,7 +4,6 @@ results on special rows, and accuracy."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +16,7 @@ from frameworks import FRAMEWORKS, bits, framework, from_torch, same, to_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import rational
+from oracles.elementary import exp, log, product, quotient
 
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, config, rows
@@ -71,47 +71,7 @@ def replay(kind: RowKind, arrays: list[np.ndarray], width: int, out_dtype: DType
     return result.reshape(lead if kind.reduces else (*lead, width))
 
 
-# ---- the definition in exact rational arithmetic, with the constants of docs/contracts.md -------------------------
-
-
-def constants(name: str) -> list[float]:
-    row = re.search(rf"^\| {name} \| ([^|]*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert row is not None, name
-    return [float.fromhex(text) for text in row[1].split(", ")]
-
-
-LOG2_E, LN2_HIGH, LN2_LOW, ROUNDER = (constants(name)[0] for name in ("LOG2_E", "LN2_HIGH", "LN2_LOW", "ROUNDER"))
-EXP, LOG = constants("E0 … E6"), constants("L0 … L4") + constants("L5 … L8")
-
-
-def product(x: float, y: float) -> float:
-    return rational.fma(x, y, -0.0)
-
-
-def quotient(x: float, y: float) -> float:
-    return x if x == 0 or math.isinf(x) else rational.round_fraction(Fraction(x) / Fraction(y), F32)
-
-
-def horner(coefficients: list[float], x: float) -> float:
-    value = coefficients[0]
-    for coefficient in coefficients[1:]:
-        value = rational.fma(value, x, coefficient)
-    return value
-
-
-def exp(x: float) -> float:
-    c = min(max(x, -104.0), 89.0)
-    n = rational.add(rational.fma(c, LOG2_E, ROUNDER), -ROUNDER)
-    assert n == int(n)
-    r = rational.fma(n, -LN2_LOW, rational.fma(n, -LN2_HIGH, c))
-    return rational.round_fraction(Fraction(horner(EXP, r)) * Fraction(2) ** int(n), F32)
-
-
-def log(s: float) -> float:
-    k = (int(np.float32(s).view(np.uint32)) - 0x3F2AAAAB) >> 23
-    f = rational.add(float(Fraction(s) / Fraction(2) ** k), -1.0)
-    v = rational.fma(product(f, f), horner(LOG, f), f)
-    return rational.fma(float(k), LN2_HIGH, rational.fma(float(k), LN2_LOW, v))
+# ---- the definition in exact rational arithmetic -------------------------------------------------------------------
 
 
 def exact_row(kind: RowKind, first: list[float] | float, second: list[float], width: int) -> list[float]:

@@ -83,9 +83,8 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
-    from ..cu import column_sum, rows, scatter_sum
     from ..cu.ahead import builds, compile_ahead
-    from ..cu.backend import offered
+    from ..cu.backend import BACKEND, offered
     from ..cu.device import describe, missing
     from ..cu.loader import kernel_folder, supported_architectures, target
 
@@ -110,8 +109,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported)
-    others = [] if contracts else column_sum.builds() + rows.builds(capability) + scatter_sum.builds()
-    wanted = builds(asked, capability) + others
+    wanted = builds(asked, capability) + ([] if contracts else BACKEND.other_builds(capability))
     start = time.perf_counter()
     count = processes or len(os.sched_getaffinity(0))
     running, terminal = compile_ahead(wanted, architecture, count), Console(stderr=True)

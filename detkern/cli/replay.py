@@ -84,16 +84,21 @@ class _Call:
     def compute(self, variant: str, out_dtype: DType) -> Array:
         """The result on the CPU. An initial array is not changed."""
         call = self.operation.call(variant)
-        if len(self.operands) != len(call.operands):
+        optional = call.operands[-1] == "bias"
+        left_out = len(call.operands) - len(self.operands)
+        if left_out != 0 and not (left_out == 1 and optional):
+            *names, last = call.operands
+            listed = ", ".join(names) + f" and {last}" if names else last
             raise ArgumentError(
-                f"--operation {variant} takes a file each of {' and '.join(call.operands)}; given are "
-                f"{len(self.operands)}"
+                f"--operation {variant} takes a file each of {listed}"
+                f"{', which may be left out' if optional else ''}; given are {len(self.operands)}"
             )
+        operands = (*self.operands, *(None,) * left_out)
         arguments: dict[str, Any] = {"out_dtype": out_dtype.name}
         if self.initial is not None:
             arguments = {"out": self.initial.copy(), "accumulate": True}
         try:
-            return np.asarray(call(self.operands, self.shape, backend="cpu", **arguments))
+            return np.asarray(call(operands, self.shape, backend="cpu", **arguments))
         except TypeError as error:
             if self.initial is None or isinstance(error, DetkernError):
                 raise
@@ -103,6 +108,7 @@ class _Call:
 @click.command()
 @click.argument("a", type=array_file)
 @click.argument("b", type=array_file, required=False)
+@click.argument("more", type=array_file, nargs=-1)
 @click.option(
     "--operation",
     type=OPERATION,
@@ -144,6 +150,7 @@ class _Call:
 def replay(
     a: Location,
     b: Location | None,
+    more: tuple[Location, ...],
     operation: str | None,
     names: tuple[str, ...],
     c: Location,
@@ -181,7 +188,7 @@ def replay(
         raise ArgumentError(
             "give one of the two: --contract NAME for a product, --operation NAME for another operation"
         )
-    arrays = [load(a, dtype)] if b is None else [load(a, dtype), load(b, dtype)]
+    arrays = [load(location, dtype) for location in (a, b, *more) if location is not None]
     expected = _expected(c, out_dtype, dtype)
     wanted = from_numpy(expected.dtype)
     if wanted not in (F32, F16, BF16):

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 
+#include "epilogue.h"
 #include "exponential.h"
 #include "job.h"
 #include "packing.h"
@@ -70,16 +71,6 @@ float rounded(Total total, int unit) {
 }
 
 // ---- results --------------------------------------------------------------------------------------------------------
-
-// + 0, NaN canonical, one rounding: `count` results of one row, at `out`. `values` may be read up to a whole vector.
-template <int OUT>
-void store_row(const float* values, int count, char* out, int64_t stride) {
-  int k = 0;
-  if (stride == itemsize(OUT))
-    for (; k + LANES <= count; k += LANES)
-      store_lanes<OUT>(out + k * stride, canonical(load_vector(values + k) + Float{}));
-  for (; k < count; ++k) store<OUT>(out + k * stride, canonical(values[k] + 0.0f));
-}
 
 void store_block(const RowOperand& target, char* out, int rows, int count, const float* buffer, int pitch) {
   const auto finish = [&](auto tag) {

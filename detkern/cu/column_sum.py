@@ -176,6 +176,9 @@ class Sums(CudaImplementation[ColumnSumProblem]):
     def __init__(self) -> None:
         super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE,))
 
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds()
+
     def explain(self, problem: ColumnSumProblem) -> Kernel:
         chosen = choose(problem, describe(problem.device.index).multiprocessors)
         return Kernel(

@@ -281,6 +281,9 @@ class Rows(CudaImplementation[RowProblem]):
     def __init__(self) -> None:
         super().__init__(ROWS, lambda variant: (SOURCE, row_sums.SOURCE))
 
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds(capability)
+
     def explain(self, problem: RowProblem) -> Kernel:
         device = describe(problem.device.index)
         if sums := row_sums.choose(problem, device.multiprocessors):

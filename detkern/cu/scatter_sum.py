@@ -259,6 +259,9 @@ class ScatterSums(CudaImplementation[ScatterSumProblem]):
     def __init__(self) -> None:
         super().__init__(SCATTER_SUM, lambda variant: (SORT_SOURCE, SOURCE))
 
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds()
+
     def refuses(self, problem: ScatterSumProblem) -> str | None:
         if max(problem.m, problem.rows) > LIMIT:
             return f"it takes at most {LIMIT} sources and rows, not {problem.about}"

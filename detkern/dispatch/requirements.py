@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..vocabulary.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..vocabulary.dtypes import BF16, F16, DType
@@ -21,8 +21,7 @@ __all__ = ["TABLE", "Offer", "Package", "Row", "install", "named", "old_driver",
 Capability = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A module that a backend imports, what people call it, and how to get it."""
 
     module: str
@@ -38,8 +37,7 @@ class Package:
         return None if here else f"{self.title} is not installed; {self.install}"
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A contract that a backend computes on these kinds of device.
 
     types: the operand types, where they are not all of the contract's.
@@ -74,8 +72,7 @@ class Offer:
         return f"{_dotted(self.first or (0, 0))} or newer"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A backend: the module whose `BACKEND` it is, and what it needs.
 
     devices:    the kinds of device that it serves.

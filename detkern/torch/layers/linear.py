@@ -7,17 +7,19 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ..functions import main_grads, route
 from ..functions.casting import torch_dtype
 from ..functions.functional import linear
+from ..functions.logits import Logits
 from . import instance_forward
 
 __all__ = ["MARK", "SETTINGS", "Contracted", "Linear", "zero_main_grads"]
 
 # On a module whose parameters are marked.
 MARK = "_detkern_accumulate"
-SETTINGS = ("out_dtype", "accumulate", "contract", "backend")
+SETTINGS = ("out_dtype", "accumulate", "contract", "backend", "logits")
 
 
 class Contracted:
@@ -28,6 +30,7 @@ class Contracted:
     accumulate: bool = False
     contract: str | None = None
     backend: str | None = None
+    logits: str | None = None  # "fused": the layer is a head that gives Logits
 
     def configure(
         self,
@@ -39,7 +42,7 @@ class Contracted:
     ) -> None:
         """Set how the layer computes; arguments as the constructor's."""
         self.out_dtype = torch_dtype(out_dtype)
-        self.accumulate = accumulate
+        self.accumulate = flag(accumulate, "accumulate")
         self.contract = None if contract is None else get_contract(contract).name
         self.backend = backend
 
@@ -58,6 +61,7 @@ class Contracted:
         more = [f"out_dtype={self.out_dtype}"] if self.out_dtype is not None else []
         more += ["accumulate=True"] if self.accumulate else []
         more += [f"backend={self.backend}"] if self.backend is not None else []
+        more += [f"logits={self.logits!r}"] if self.logits is not None else []
         return ", ".join([f"contract={contract}", *more])
 
     def __prepare_scriptable__(self) -> Any:
@@ -126,11 +130,20 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
         new.weight, new.bias = layer.weight, layer.bias
         return new.train(layer.training)  # type: ignore[no-any-return]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [.., in_features] -> [.., out_features]."""
+    def forward(self, input: torch.Tensor) -> Any:
+        """input [.., in_features] -> [.., out_features]; of a fused head `Logits` of that shape."""
         if not isinstance(self, Contracted):
             # A function that was put around this method keeps it when the layer is made a torch.nn.Linear again.
             return torch.nn.functional.linear(input, self.weight, self.bias)
+        if self.logits is not None:
+            return Logits(
+                input,
+                self.weight,
+                self.bias,
+                accumulate=self.accumulate,
+                contract=self.contract,
+                backend=self.backend,
+            )
         return linear(
             input,
             self.weight,

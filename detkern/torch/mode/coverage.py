@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, indexing, pointwise, products, reductions
+from . import attention, broadcasting, heads, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
@@ -73,6 +73,8 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
     found[F.embedding] = indexing.functional_embedding
+    if hasattr(F, "linear_cross_entropy"):
+        found[F.linear_cross_entropy] = heads.linear_cross_entropy
     return found
 
 
@@ -99,7 +101,7 @@ _UNCOVERED = """
     _scaled_dot_product_attention_math _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
     flex_attention varlen_attn
     _scaled_mm _scaled_mm_v2 scaled_mm _grouped_mm grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 scaled_grouped_mm
-    _addmm_activation _trilinear bilinear linear_cross_entropy _linear_cross_entropy
+    _addmm_activation _trilinear bilinear _linear_cross_entropy
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
     cudnn_convolution cudnn_convolution_transpose mkldnn_convolution miopen_convolution convolution_overrideable
     _slow_conv2d_forward thnn_conv2d slow_conv3d _conv_depthwise2d conv_depthwise3d

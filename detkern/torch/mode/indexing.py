@@ -161,8 +161,12 @@ def _scatter(
 ) -> Any:
     if reduce is None:
         return _PLAIN
-    if reduce == "add" and isinstance(src, torch.Tensor):
-        return _scatter_add(mode, input, dim, index, src, out=out)
+    if reduce == "add":
+        added = value if src is None else src
+        if isinstance(added, (int, float)) and mode.covers("scatter_add", input):
+            added = torch.full(index.shape, added, dtype=input.dtype, device=input.device)
+        if isinstance(added, torch.Tensor):
+            return _scatter_add(mode, input, dim, index, added, out=out)
     mode.uncovered("scatter", f"reduce={reduce!r}", input)
     return _PLAIN
 

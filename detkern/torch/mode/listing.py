@@ -27,6 +27,7 @@ _COVERED = (
         "`mean_square`, then PyTorch's elementwise functions in float32, with its epsilon where none is given",
     ),
     ("cross_entropy", "`log_softmax`, then sums over the losses and over the weights"),
+    ("linear_cross_entropy", "[linear_logp](contracts.md#linear_logp) where it has class indices and no weights"),
     (
         "scaled_dot_product_attention",
         "[eager attention](contracts.md#scaled-dot-product-attention), no dropout; see below",
@@ -60,6 +61,7 @@ def _public(name: str) -> str:
 def names() -> dict[str, bool]:
     """What the mode has handlers for, and whether for a form that works in place too."""
     given = {coverage.name_of(func) for func in (*coverage.HANDLERS, *coverage.ELEMENTWISE)}
+    given.add("linear_cross_entropy")  # which older releases of PyTorch do not have
     found: dict[str, bool] = {}
     for name in given:
         in_place = name.endswith("_") and not name.startswith("__")

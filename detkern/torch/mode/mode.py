@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from ...dispatch import registry
 from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
 from . import coverage, indexing
@@ -69,11 +71,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         strict: bool = False,
     ) -> None:
         super().__init__()
-        self.device_types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
-        for device in self.device_types:
-            if device not in DEVICE_TYPES:
-                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
-        named: Mapping[str, str] = dict.fromkeys(PRODUCTS, contract) if isinstance(contract, str) else contract or {}
+        self.device_types = _device_types(device_types)
+        named = _named(contract)
         for op in named:
             if op not in PRODUCTS:
                 raise ArgumentError(f"contract: {op!r} is none of the ops {', '.join(PRODUCTS)}")
@@ -81,7 +80,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             op: {_TYPES[dtype]: get_contract(name).name for dtype in get_contract(name).operands}
             for op, name in named.items()
         }
-        self.strict = bool(strict)
+        self.strict = flag(strict, "strict")
         kinds = registry.kinds_of(ROWS)
         self.row_devices = tuple(
             device
@@ -163,6 +162,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
+        if func is custom_function_call and args[0].__module__.startswith("detkern."):
+            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
         return self._left_to_pytorch(func, name, args, kwargs)
 
     def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -224,6 +225,24 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         if self.strict:
             raise ContractUnsupported(_refusal(name, why, what))
         _say_once(name, _subject(name, why, what))
+
+
+def _device_types(given: Any) -> tuple[str, ...]:
+    """Those that are named, each once, in one order."""
+    wanted = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for device in wanted:
+        if device not in DEVICE_TYPES:
+            raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
+    return tuple(device for device in DEVICE_TYPES if device in wanted)
+
+
+def _named(contract: Any) -> Mapping[str, str]:
+    """Contracts by ops."""
+    if contract is None or isinstance(contract, str):
+        return {} if contract is None else dict.fromkeys(PRODUCTS, contract)
+    if not isinstance(contract, Mapping):
+        raise ArgumentError(f"contract={contract!r} must be a contract's name, a mapping of ops to names, or None")
+    return contract
 
 
 def _subject(name: str, why: str, what: str) -> str:

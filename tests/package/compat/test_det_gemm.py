@@ -45,7 +45,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 def test_the_names() -> None:
-    assert detkern.list_ops() == ("det_gemm",)
+    assert detkern.list_ops() == ("det_gemm", "linear_logp", "batch_invariant_linear_logp")
     assert detkern.get_op("det_gemm").name == "det_gemm"
     for wrong in ("gemm", "", None, 3, ["det_gemm"]):
         with pytest.raises(ArgumentError, match=r"there is no op .*; the ops are det_gemm"):

@@ -22,7 +22,7 @@ from cu_compiled import (
 )
 from cu_device import one_of_each_organisation
 
-from detkern.cu import column_sum, gemm_tile, loader, rows, scatter_sum
+from detkern.cu import column_sum, gemm_tile, linear_logp, loader, rows, scatter_sum
 from detkern.cu.gemm_tile import Load, Tile, build_for, fits, tiles_for
 from detkern.operations.rows.problem import RowKind
 from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
@@ -367,6 +367,44 @@ def test_the_scattered_sum_compiles_within_bounds(
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 
+def _check_exponentials_and_divisions(instructions: list[str]) -> None:
+    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they
+    # ask for infinities and where they negate a significand: no result.
+    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
+    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
+    assert bool(flushing) == ("FCHK" in instructions)
+    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
+    for name in instructions:
+        if name not in flushing:
+            check_instruction(name)
+
+
+# All four on sm_90a, elsewhere one in turn.
+LOGITS = [("sm_90a", build) for build in linear_logp.builds()] + [
+    (architecture, linear_logp.builds()[turn % 4])
+    for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_logits() -> Iterator[Builds]:
+    yield from _compiling(LOGITS)
+
+
+@pytest.mark.parametrize(("architecture", "build"), LOGITS, ids=str)
+def test_what_is_made_of_logits_compiles_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_logits: Builds,
+) -> None:
+    log, code = compiled_logits[architecture, build].result()
+    # Two CTAs of 256 an SM; one where a binary counter lies in registers.
+    assert registers_of(log) <= (168 if dict(build.macros)["PHASE"] == 1 else 128)
+    instructions = instructions_of(code)
+    assert {"FFMA", "FMUL", "FADD"} <= {name.split(".")[0] for name in instructions}
+    _check_exponentials_and_divisions(instructions)
+
+
 def _rows_built(
     kind: RowKind, operand: DType, load: rows.RowLoad, columns: int, capability: tuple[int, int]
 ) -> loader.KernelBuild:
@@ -418,15 +456,7 @@ def test_the_row_operations_compile_within_bounds(
     if not kind.spreads:
         assert "F2I.S64.TRUNC" in instructions
     assert any(name.startswith("UCGABAR") for name in instructions) == (macros["CLUSTER"] > 1)
-    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they
-    # ask for infinities and where they negate a significand: no result.
-    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
-    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
-    assert bool(flushing) == ("FCHK" in instructions)
-    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
-    for name in instructions:
-        if name not in flushing:
-            check_instruction(name)
+    _check_exponentials_and_divisions(instructions)
     if macros["LOAD"] == rows.RowLoad.VECTOR and not (kind.spreads and kind.operands == 1):
         assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 
