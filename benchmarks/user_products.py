@@ -7,8 +7,10 @@ All but those are drawn: sizes and layouts are a function of a seed and an index
 and `torch.matmul` of the same views, inside CUDA graphs, in turn, over sets of random operands that together pass twice
 the L2 cache; times are medians over the turns.
 
-The seed is new in each run unless it is given, and in the record. Ends with status 2 where there is no CUDA device,
-PyTorch or CuPy, with 1 where a target is missed. Writes <DIR or benchmarks/results/<gpu>>/user-products.json.
+The seed is new in each run unless it is given, and in the record. With --seconds no product is begun after that time,
+of which the first part goes into kernels that are not in the cache; those of a seed come in order, and the record says
+how many there are. Ends with status 2 where there is no CUDA device, PyTorch or CuPy, with 1 where a target is missed
+or a product by name was not reached. Writes <DIR or benchmarks/results/<gpu>>/user-products.json.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import random
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +267,8 @@ def measured(device: timing.Cuda, case: Case) -> dict[str, Any]:
             },
         )
     ratio = times["detkern"] / times["torch"]
+    del made  # before the next one's
+    torch.cuda.empty_cache()
     return {
         "name": case.name or "drawn", "what": case.what, "layout": case.layout, "type": case.dtype,
         "a": list(case.a.shape), "b": list(case.b.shape), "detkern_us": round(times["detkern"], 2),
@@ -290,15 +295,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def run(cases: Sequence[Case], measure: Callable[[Case], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of all cases, shown as they come."""
-    import torch
-
+def run(
+    cases: Sequence[Case], measure: Callable[[Case], dict[str, Any]], until: float = math.inf
+) -> list[dict[str, Any]]:
+    """The rows of the cases, shown as they come. until: on time.monotonic's clock, when no other case is begun."""
     rows = []
     for case in cases:
+        if time.monotonic() >= until:
+            break
         rows.append(measure(case))
         print(records.shown(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
     return rows
 
 
@@ -313,10 +319,12 @@ def main() -> int:
     """Measure, print, record. Status 1 where a target is missed."""
     parser = argparse.ArgumentParser(description="Time products that are no linear layer's forward against PyTorch's.")
     parser.add_argument("--count", type=int, default=100, help="drawn products (default: 100)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no product after this time")
     parser.add_argument("--seed", type=int, help="of the draw (default: a new one)")
     parser.add_argument("--output", type=Path, help="folder for the record, instead of benchmarks/results/<gpu>")
     arguments = parser.parse_args()
     timing.leave_if(timing.missing())
+    until = time.monotonic() + arguments.seconds
 
     import torch
 
@@ -325,12 +333,12 @@ def main() -> int:
     compile_all(builds(cases))
     device = timing.Cuda()
     with torch.no_grad():
-        rows = run(cases, functools.partial(measured, device))
+        rows = run(cases, functools.partial(measured, device), until)
     found = summary(rows)
     for kind, numbers in found.items():
         print(kind, records.shown(numbers))
     records.write_here("user-products", rows, sources(), arguments.output, about={"seed": seed, "drawn": found})
-    return int(not all(row["met"] for row in rows))
+    return int(len(rows) < len(NAMED) or not all(row["met"] for row in rows))
 
 
 if __name__ == "__main__":
