@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .dispatch import registry
 from .dispatch.call import Call, rehearse
 from .dispatch.plan import Planned
@@ -20,6 +18,7 @@ from .operations.bias_gradient.checks import plan_column_sum
 from .operations.block_scaled.checks import plan_block_scaled
 from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
 from .tensors import dtype_argument
+from .vocabulary.arguments import flag
 from .vocabulary.contracts import get_contract
 from .vocabulary.dtypes import DType
 
@@ -191,7 +190,7 @@ def gemm_db(
     Raises:
         As `gemm`.
     """
-    if _flag(transposed, "transposed"):
+    if flag(transposed, "transposed"):
         return _product(
             _DB_TRANSPOSED, dc, a, True, False, None, out, out_dtype, accumulate, contract, backend, leader=1
         )
@@ -225,7 +224,7 @@ def bias_gradient(
     (view,) = call.views
     return call.complete(
         plan_column_sum(
-            view, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+            view, call.out, _result_dtype(out_dtype), flag(accumulate, "accumulate"), _backend_name(backend)
         )
     )
 
@@ -296,7 +295,7 @@ def block_scaled_gemm(
         right_scale,
         call.out,
         _result_dtype(out_dtype),
-        _flag(accumulate, "accumulate"),
+        flag(accumulate, "accumulate"),
         _backend_name(backend),
     )
     return call.complete(planned)
@@ -338,23 +337,15 @@ def _plan(
         names,
         left,
         right,
-        _flag(trans_left, "trans_" + names.left),
-        _flag(trans_right, "trans_" + names.right),
+        flag(trans_left, "trans_" + names.left),
+        flag(trans_right, "trans_" + names.right),
         bias,
         call.out,
         _result_dtype(out_dtype),
-        _flag(accumulate, "accumulate"),
+        flag(accumulate, "accumulate"),
         contract,
         _backend_name(backend),
     )
-
-
-def _flag(value: Any, argument: str) -> bool:
-    if value is True or value is False:
-        return bool(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise ArgumentError(f"{argument}={value!r} must be True or False")
 
 
 def _result_dtype(value: Any) -> DType | None:

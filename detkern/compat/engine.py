@@ -18,6 +18,7 @@ from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, Dev
 from ..operations.gemm.checks import GEMM, plan_product
 from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe, device_of
 from ..tensors.overlap import overlapping
+from ..vocabulary.arguments import flag
 from ..vocabulary.contracts import CONTRACTS, FMA, default_contract
 from ..vocabulary.dtypes import BF16, F16, F32, DType
 
@@ -231,8 +232,7 @@ class Engine:
         b = TensorView(right[0], right[1], right[2], dtype, device)
         out = TensorView(out_pointer, (m, n), (n, 1), out_dtype, device)
         column = TensorView(bias, (n,), (1,), F32, device) if bias else None
-        if tensor_cores is not True and tensor_cores is not False:
-            raise ArgumentError(f"tensor_cores={tensor_cores!r} must be True or False")
+        flag(tensor_cores, "tensor_cores")
         _check(zip((*names, "bias"), (a, b, out, column), strict=True), out, names[2])
         execution = self._execution(stream)
         plan, rows, _ = plan_product(

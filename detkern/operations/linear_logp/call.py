@@ -137,7 +137,8 @@ def linear_logp_merge(
     Args:
         states: float32 [P, 3 + K, M], what `linear_logp_partial` gave on the shards, in their order, P = 1, 2, 4 or 8:
             as an all-gather puts them together.
-        target: [..] or [.., K] as there; M rows.
+        target: [..] or [.., K] as there; M rows. States of one target leave open which of the two [.., 1] is: it is
+            taken for [..], so lse and entropy have its shape.
         vocab_size: V of the whole.
         ignore_index, return_lse, return_entropy, backend, check: as in `linear_logp`. The entropy needs states that
             were made with return_entropy.

@@ -10,6 +10,7 @@ from ...dispatch.plan import FREE_ROWS, Planned, new_plan, plans, result_type, r
 from ...errors import ArgumentError, DTypeError, ShapeError
 from ...tensors import TensorView, dtype_argument
 from ...tensors.types import OUTPUTS
+from ...vocabulary.arguments import flag
 from ...vocabulary.dtypes import INDICES, DType
 from .problem import scatter_sum_problem
 
@@ -52,8 +53,7 @@ def scatter_sum(
         As `detkern.gemm`.
     """
     call = Call(((source, "source"), (index, "index")), out)
-    if accumulate is not True and accumulate is not False:
-        raise ArgumentError(f"accumulate={accumulate!r} must be True or False")
+    flag(accumulate, "accumulate")
     if backend is not None and type(backend) is not str:
         raise ArgumentError(f"backend={backend!r} must be a backend's name or None")
     dtype = None if out_dtype is None else dtype_argument(out_dtype)
@@ -108,7 +108,7 @@ def _check(source: TensorView, index: TensorView) -> None:
     if source.dtype not in OUTPUTS:
         raise DTypeError(
             f"source is {source.dtype}; scatter_sum takes float32, float16 and bfloat16: cast source to one of them "
-            f"(exact)"
+            "(exact)"
         )
     if index.dtype not in INDICES:
         raise DTypeError(f"index is {index.dtype}; scatter_sum takes int32 and int64")

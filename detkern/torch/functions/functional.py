@@ -9,6 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ... import config
 from ...errors import ArgumentError, DTypeError, ShapeError
+from ...vocabulary.arguments import flag
 from . import eager, gradients, main_grads, route
 from .casting import autocast, torch_dtype
 
@@ -124,7 +125,7 @@ def linear(
     if backend is not None:
         _need_backend(backend)
     main_grad = bias_main_grad = None
-    if accumulate:
+    if accumulate is not False and flag(accumulate, "accumulate"):
         main_grad = gathers(weight, "weight")
         bias_main_grad = None if bias is None else gathers(bias, "bias")
     return gathering_linear(x, weight, bias, main_grad, bias_main_grad, out_dtype, contract, backend)
@@ -163,8 +164,7 @@ def _need_backend(backend: str | None) -> None:
     if backend == "native":
         raise ArgumentError(
             "backend='native' follows no contract, and the functions of detkern.torch do; call "
-            "torch.nn.functional.linear "
-            "or torch.matmul, or detkern.gemm with backend='native'"
+            "torch.nn.functional.linear or torch.matmul, or detkern.gemm with backend='native'"
         )
 
 
@@ -175,14 +175,13 @@ def gathers(parameter: Any, name: str) -> Any:
     if not parameter.is_leaf:
         raise ArgumentError(
             f"accumulate=True gathers the gradients of parameters, and {name} is computed from others: leave "
-            f"accumulate out"
+            "accumulate out"
         )
     main_grad = main_grads.check(parameter, name)
     if main_grad is None:
         raise ArgumentError(
             f"accumulate=True needs {name}.main_grad, a float32 tensor of shape {list(parameter.shape)}: set it to "
-            f"zeros "
-            "before the first micro-batch, as detkern.torch.zero_main_grads(module) does"
+            "zeros before the first micro-batch, as detkern.torch.zero_main_grads(module) does"
         )
     if not torch.compiler.is_compiling():
         _need_a_place_for_gradients()
@@ -200,16 +199,14 @@ def _need_a_place_for_gradients() -> None:
     if torch._C._get_tracing_state() is not None:
         raise ArgumentError(
             "accumulate=True inside of torch.jit.trace: a traced graph has no parameters to gather gradients for; "
-            "trace a "
-            "copy of the model without accumulate"
+            "trace a copy of the model without accumulate"
         )
     active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and active.require_backward_grad_sync:
         raise ArgumentError(
             "accumulate=True inside of DistributedDataParallel: it averages .grad, and these gradients are in "
-            "main_grad. "
-            "Train the module that it wraps and reduce main_grad after the last micro-batch, as docs/pytorch.md shows, "
-            "or call it under no_sync()"
+            "main_grad. Train the module that it wraps and reduce main_grad after the last micro-batch, as "
+            "docs/pytorch.md shows, or call it under no_sync()"
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, ShapeError
+from ...errors import ArgumentError, DTypeError, ShapeError
+from ...vocabulary.arguments import flag
 from . import functional
 from .broadcasting import expanded
 from .scattered import rows_summed, rows_taken
@@ -48,12 +49,17 @@ def embedding(
         [.., N].
 
     Raises:
-        ShapeError: weight is not a matrix. ArgumentError: padding_idx names no row; with accumulate, weight has no
-            fitting main_grad. IndexError: PyTorch's, for a token that names no row.
+        ShapeError: weight is not a matrix. DTypeError: tokens or weight is no tensor, or tokens are no whole numbers.
+        ArgumentError: padding_idx names no row; with accumulate, weight has no fitting main_grad. IndexError:
+            PyTorch's, for a token that names no row.
     """
+    _need_tensors("embedding", tokens=tokens, weight=weight)
     if weight.dim() != 2:
         raise ShapeError(f"weight has shape {list(weight.shape)}; embedding needs [V, N]")
-    main_grad = functional.gathers(weight, "weight") if accumulate else None
+    _need_index("embedding", "tokens", tokens)
+    if padding_idx is not None and (not isinstance(padding_idx, int) or isinstance(padding_idx, bool)):
+        raise ArgumentError(f"padding_idx={padding_idx!r} must be a whole number or None")
+    main_grad = functional.gathers(weight, "weight") if flag(accumulate, "accumulate") else None
     return gathering_embedding(tokens, weight, padding_idx, main_grad, backend)
 
 
@@ -143,7 +149,7 @@ def index_add(
 
     Args:
         x, dim, backend: as in `index_select`.
-        index: [M], int32 or int64.
+        index: [M], or of no dimensions, int32 or int64.
         source: x's shape with M in dim, and of x's type.
         alpha: what source is multiplied by first, in binary32, rounded there; 1 multiplies nothing.
 
@@ -151,9 +157,15 @@ def index_add(
         x's shape, new.
 
     Raises:
-        ShapeError: source does not fit. IndexError: PyTorch's, for an index that there is not.
+        ShapeError: source does not fit, or index is of more dimensions. DTypeError: source is of another type than x,
+            or index holds no whole numbers. IndexError: PyTorch's, for an index that there is not.
     """
+    _need_tensors("index_add", x=x, index=index, source=source)
+    _need_index("index_add", "index", index)
+    _need_type("index_add", "source", source, x)
     d = dim + x.dim() if dim < 0 else dim
+    if index.dim() > 1:
+        raise ShapeError(f"index has shape {list(index.shape)}; index_add needs [M], a number for each place along dim")
     index = index.reshape(-1)
     if not 0 <= d < x.dim() or source.shape != (*x.shape[:d], index.shape[0], *x.shape[d + 1 :]):
         raise ShapeError(
@@ -182,8 +194,12 @@ def scatter_add(
         x's shape, new.
 
     Raises:
-        ShapeError: src does not fit. IndexError, RuntimeError: PyTorch's, for an index that there is not.
+        ShapeError: src does not fit. DTypeError: src is of another type than x, or index does not hold whole numbers.
+        IndexError, RuntimeError: PyTorch's, for an index that there is not.
     """
+    _need_tensors("scatter_add", x=x, index=index, src=src)
+    _need_index("scatter_add", "index", index)
+    _need_type("scatter_add", "src", src, x)
     if src.dim() != index.dim() or any(n > have for n, have in zip(index.shape, src.shape, strict=True)):
         raise ShapeError(
             f"src {list(src.shape)} must have the dimensions of index {list(index.shape)}, and its sizes at least"
@@ -207,8 +223,10 @@ def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: s
         x's shape, new.
 
     Raises:
-        IndexError, RuntimeError: PyTorch's, for what does not fit.
+        DTypeError: values are of another type than x. IndexError, RuntimeError: PyTorch's, for what does not fit.
     """
+    _need_tensors("index_put", x=x, values=values)
+    _need_type("index_put", "values", values, x)
     key = tuple(slice(None) if i is None else i for i in indices)
     where, indexed = positions(x.shape, key, x.device)
     rest = x.shape[indexed:]
@@ -218,6 +236,22 @@ def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: s
         values.reshape(where.numel(), *rest), where.reshape(-1), rows, initial=x.reshape(rows, *rest), backend=backend
     )
     return total.reshape(x.shape)
+
+
+def _need_tensors(function: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{name} is not a torch.Tensor but {type(value).__qualname__}; {function} takes tensors")
+
+
+def _need_index(function: str, name: str, index: Any) -> None:
+    if index.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"{name} is {index.dtype}; {function} takes torch.int32 and torch.int64")
+
+
+def _need_type(function: str, name: str, values: Any, x: Any) -> None:
+    if values.dtype != x.dtype:
+        raise DTypeError(f"{name} is {values.dtype} and x is {x.dtype}; {function} needs one type: cast {name}")
 
 
 def positions(shape: Any, key: Any, device: Any) -> tuple[Any, int]:
@@ -233,6 +267,8 @@ def _indexed(key: tuple[Any, ...], rank: int) -> int:
     for item in key:
         if item is None:
             continue
+        if isinstance(item, list) and not all(isinstance(i, (int, bool)) for i in item):
+            return rank  # PyTorch takes some lists for tuples
         if isinstance(item, slice):
             reached += 1
             continue

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ...errors import ArgumentError
+from ...vocabulary.arguments import flag
 from ..functions import main_grads
 from ..functions.main_grads import need_module
 from . import instance_forward, survey
@@ -112,6 +113,7 @@ def convert(
     """
     wanted = Linear(1, 1, False, "meta", out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
     need_module(module)
+    strict, report = flag(strict, "strict"), flag(report, "report")
     read = survey.read_not_called(module)
     reasons = {id(part): survey.why_left(part, read, wanted) for part in module.modules()}
 
@@ -139,7 +141,9 @@ def convert(
     if head is not None:
         head.logits = logits
     if accumulate:
-        _mark(module, {id(names[key][1]) for key in skipped})
+        # A layer of detkern's that keeps its settings gives its gradients to autograd.
+        kept = {id(part) for key, part in parts.items() if reasons[key] is not None and isinstance(part, Contracted)}
+        _mark(module, kept | {id(names[key][1]) for key in skipped})
     _set_fast_paths(module)
     if left:
         warnings.warn(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ..functions import main_grads, route
 from ..functions.casting import torch_dtype
@@ -41,7 +42,7 @@ class Contracted:
     ) -> None:
         """Set how the layer computes; arguments as the constructor's."""
         self.out_dtype = torch_dtype(out_dtype)
-        self.accumulate = accumulate
+        self.accumulate = flag(accumulate, "accumulate")
         self.contract = None if contract is None else get_contract(contract).name
         self.backend = backend
 

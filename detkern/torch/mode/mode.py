@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from ...dispatch import registry
 from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
-from . import coverage, indexing
+from . import coverage, entered, hooks, indexing, kernels
 from .decorating import decorated
 from .watch import Watch
 
@@ -27,7 +28,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES))
+_LOSSES = (
+    "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
+)  # fmt: skip
+_ROW_OPS = frozenset(
+    (
+        "sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "var", "std",
+        "vector_norm", "cumsum",
+        *_LOSSES, *indexing.NAMES,
+    )
+)  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
@@ -69,11 +79,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         strict: bool = False,
     ) -> None:
         super().__init__()
-        self.device_types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
-        for device in self.device_types:
-            if device not in DEVICE_TYPES:
-                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
-        named: Mapping[str, str] = dict.fromkeys(PRODUCTS, contract) if isinstance(contract, str) else contract or {}
+        self.device_types = _device_types(device_types)
+        named = _named(contract)
         for op in named:
             if op not in PRODUCTS:
                 raise ArgumentError(f"contract: {op!r} is none of the ops {', '.join(PRODUCTS)}")
@@ -81,7 +88,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             op: {_TYPES[dtype]: get_contract(name).name for dtype in get_contract(name).operands}
             for op, name in named.items()
         }
-        self.strict = bool(strict)
+        self.strict = flag(strict, "strict")
+        self.ended = False  # by disable() of a whole process, in another thread too
         kinds = registry.kinds_of(ROWS)
         self.row_devices = tuple(
             device
@@ -103,31 +111,44 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         """
         return decorated(self, function)
 
+    def __enter__(self) -> Self:
+        if torch.compiler.is_dynamo_compiling():  # a block in a function that torch.compile traces
+            super().__enter__()
+        else:
+            self._enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            super().__exit__(*error)
+        else:
+            entered.leave(self)
+
     def enable(self) -> None:
         """Enter the mode until `disable()`, in this thread."""
-        self.__enter__()
+        self._enter(lasting=True)
 
     def disable(self) -> None:
-        """Leave it again, also where other modes were entered since.
+        """Leave it again, also where other modes were entered since; in its own with block, for the rest of that.
 
         Raises:
             ArgumentError: it is not at work in this thread.
         """
-        from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
-
-        above = []
-        try:
-            while _len_torch_function_stack():
-                mode = _pop_mode()
-                if mode is self:
-                    return
-                above.append(mode)
+        if not (entered.leave(self, lasting=True) or entered.switch_off(self)):
             raise ArgumentError("this batch_invariant_mode is not enabled in this thread")
-        finally:
-            for mode in reversed(above):
-                _push_mode(mode)
+
+    def enter_outermost(self) -> None:
+        """`enable()` around the modes that this thread is in already."""
+        self._enter(lasting=True, outermost=True)
+
+    def _enter(self, *, lasting: bool = False, outermost: bool = False) -> None:
+        kernels.register()
+        hooks.install()
+        entered.enter(self, lasting=lasting, outermost=outermost)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.ended:
+            return func(*args, **(kwargs or {}))
         # PyTorch takes 2 µs to get here, for each call of a function and each reading of a shape: what is plain goes on
         # at once.
         if not _compiling() and (func in _PASSED or (func in _UNRECORDED and not _grad_enabled())):
@@ -138,7 +159,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             result = handler(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-            return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
+            return self.left_to_pytorch(func, coverage.name_of(func), args, kwargs)
         # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like while it traces is not
         # equal to the key here, and is when it checks its guards.
         handler = None if torch.compiler.is_compiling() else coverage.ELEMENTWISE.get(func)
@@ -163,9 +184,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
-        return self._left_to_pytorch(func, name, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.cond and its like, which call functions of Python
+            with entered.by_keys():
+                return func(*args, **kwargs)
+        return self.left_to_pytorch(func, name, args, kwargs)
 
-    def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A call that may reach covered ops below Python: watched, where the mode is at work."""
         tensors = [] if torch.compiler.is_compiling() else _tensors((args, kwargs))
         if not any(x.device.type in self.device_types for x in tensors):
@@ -224,6 +248,24 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         if self.strict:
             raise ContractUnsupported(_refusal(name, why, what))
         _say_once(name, _subject(name, why, what))
+
+
+def _device_types(given: Any) -> tuple[str, ...]:
+    """Those that are named, each once, in one order."""
+    wanted = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for device in wanted:
+        if device not in DEVICE_TYPES:
+            raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
+    return tuple(device for device in DEVICE_TYPES if device in wanted)
+
+
+def _named(contract: Any) -> Mapping[str, str]:
+    """Contracts by ops."""
+    if contract is None or isinstance(contract, str):
+        return {} if contract is None else dict.fromkeys(PRODUCTS, contract)
+    if not isinstance(contract, Mapping):
+        raise ArgumentError(f"contract={contract!r} must be a contract's name, a mapping of ops to names, or None")
+    return contract
 
 
 def _subject(name: str, why: str, what: str) -> str:

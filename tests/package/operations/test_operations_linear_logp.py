@@ -278,6 +278,21 @@ def test_shards_have_the_bits_of_the_whole(vocabulary: int, entropy: bool) -> No
         assert all(map(same, merged, whole))
 
 
+def test_a_merge_gives_the_shapes_of_its_target() -> None:
+    hidden, weight, target, _ = drawn(6, 90, 8)
+    several = np.stack([target, target], -1)
+    one, two = (detkern.linear_logp_partial(hidden, weight, x)[None] for x in (target, several))
+    whole = detkern.linear_logp(hidden, weight, several, return_lse=True)
+    for states, columns, lead in (
+        (one, target, (6,)), (one, target.reshape(2, 3), (2, 3)), (one, target[:, None], (6, 1)),
+        (two, several, (6,)), (two, several.reshape(3, 2, 2), (3, 2)),
+    ):  # fmt: skip
+        logp, lse = detkern.linear_logp_merge(states, columns, vocab_size=90, return_lse=True)
+        assert (logp.shape, lse.shape) == (columns.shape, lead)
+        assert same(lse.reshape(-1), whole[1])
+        assert same(logp.reshape(6, -1)[:, 0], np.ascontiguousarray(whole[0][:, 0]))
+
+
 def test_columns_that_are_no_shard_are_refused() -> None:
     hidden, weight, target, _ = drawn(2, 1000, 4)
     with pytest.raises(
