@@ -11,7 +11,7 @@ from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 from .gemm_tile import SHARED_A, SHARED_B, Load, Tile, build_for, scratch_bytes
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_quads, output_map_shape
 
 __all__ = [
     "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count", "writes",
@@ -22,6 +22,7 @@ __all__ = [
 _PREFETCH_UNIT = 32 * 1024
 _COLUMNS_OF_A_CHAIN = 12
 GRID_LIMIT = 2**31 - 1  # blocks along x
+_STEP = 16  # k of a product of the tensor cores
 
 
 @dataclass(slots=True)
@@ -187,7 +188,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if tile.kernel.modelled and not writes(tile, out_pairs(problem), output_map_shape(problem) is not None):
+    if tile.kernel.modelled and not writes(tile, out_quads(problem), output_map_shape(problem) is not None):
         return False
     if tile.by_tma and not (available() and map_shapes(problem, along_k(loads)) is not None):
         return False
@@ -220,7 +221,7 @@ class _FittedMaps:
         self._out, self._few = made.out, 0
         self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
         if self._by_lines and not tile.swapped:
-            self._a = _operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
+            self._a = _operand_map(tile, self._a, tile["TILE_M"], load_a, halves=tile.shares == SHARED_A)
             if not (tile.fills and self._a.whole):
                 self._few = tile["TILE_M"]
 
@@ -245,19 +246,31 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         shapes, load_a, load_b = shapes[::-1], load_b, load_a
     present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
     return Maps(
-        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
-        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
+        a=_operand_map(tile, shapes[0], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
+        b=_operand_map(tile, shapes[1], tile["TILE_N"], load_b, halves=tile.shares == SHARED_B),
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
     )
 
 
-def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool) -> MapShape:
+def _operand_map(
+    tile: Tile, shape: MapShape, tile_mn: int, load: Load, present: int | None = None, halves: bool = False
+) -> MapShape:
     """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves: each
     CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
-    along, rows = (tile_k, tile_mn) if load == Load.K_MAJOR else (tile_mn, tile_k)
-    if load == Load.K_MAJOR and present is not None and present < rows:
-        return replace(shape, rows=present)
-    boxes = along // BOX_WIDTH
+    k_major = load == Load.K_MAJOR
+    along, rows = (tile["TILE_K"], tile_mn) if k_major else (tile_mn, tile["TILE_K"])
+    boxes: int | None = along // BOX_WIDTH if shape.whole else None
+    width = BOX_WIDTH
+    if tile.kernel.narrows and not tile.shares:
+        # MatrixSource of producer.cuh counts the same bytes.
+        line, across = shape.sizes[:2]
+        if line < BOX_WIDTH:
+            width = -(-line // (_STEP if k_major else 8)) * (_STEP if k_major else 8)
+        if not k_major and across < BOX_WIDTH:
+            rows, boxes = -(-across // _STEP) * _STEP, None
+    if k_major and present is not None and present < rows:
+        return replace(shape, rows=present, width=width)
     if halves:
-        boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
-    return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
+        count = along // BOX_WIDTH
+        rows, boxes = (rows, boxes and boxes // 2) if count > 1 else (rows // 2, boxes)
+    return replace(shape, rows=rows, boxes=boxes, width=width)

@@ -23,7 +23,7 @@ from . import time_model
 from .gemm_kernels import KERNELS
 from .gemm_tile import Load, Tile, fits, table, tiles_for
 from .geometry import GRID_LIMIT, Fitted, Launch, along_k, load_paths, takes, tile_count, writes
-from .tensor_map import SIZE_LIMIT, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import SIZE_LIMIT, available, map_shapes, out_quads, output_map_shape
 from .tuned import labels
 
 __all__ = ["Chooser", "candidates", "choose", "model_shapes", "predicted_us"]
@@ -67,7 +67,7 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
         loads,
         (_broken(problem.a), _broken(problem.b)),
         available() and map_shapes(problem, along_k(loads)) is not None,
-        out_pairs(problem),
+        out_quads(problem),
         output_map_shape(problem) is not None,
         problem.out.dtype.itemsize == 4,
         problem.accumulate,

@@ -147,6 +147,7 @@ class Prepared:
     cut: Array
     cut_rows: Array
     cut_few: Array
+    cut_from: Array  # m
     shape: Array
     by_m: Array
     always: tuple[Array, Array, Array]  # _read above `settled`
@@ -186,10 +187,12 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
     size = np.where(product.accumulate, 8.0, np.where(product.f32, 4.0, 2.0))
     megabytes = 2e-6 * k * product.batch
     boxes = np.ceil(k / _BOX) * _BOX != k
-    cut_k, cut_mn = 1e-3 * all_["cut_k_ns"] * boxes, 1e-3 * all_["cut_mn_ns"] * k
+    # Boxes of fewer than 64 have only what there is, but for tiles that a cluster shares.
+    few = np.where(tiles.share > 0, 0.0, _BOX)
+    cut_k, cut_mn = 1e-3 * all_["cut_k_ns"] * (boxes & (k >= few)), 1e-3 * all_["cut_mn_ns"] * k
     in_b = np.minimum(columns, np.where(swapped, columns, n))
-    cut = np.where(b_along, cut_k * in_b, cut_mn * np.ceil(columns / _BOX) * (~swapped & (n < columns)))
-    cut = cut + np.where(swapped & ~a_along, cut_mn * np.ceil(rows / _BOX) * (n < rows), 0.0)
+    cut = np.where(b_along, cut_k * in_b, cut_mn * np.ceil(columns / _BOX) * (~swapped & (n < columns) & (n >= few)))
+    cut = cut + np.where(swapped & ~a_along, cut_mn * np.ceil(rows / _BOX) * ((n < rows) & (n >= few)), 0.0)
     tiles_each = along * pair_a * pair_b * product.batch / multiprocessors
     no, one = np.zeros(len(rows)), np.ones(len(rows))
     cache = 2e-6 * k * broken * multiprocessors / all_["cache_tb_s"]
@@ -230,6 +233,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         cut=cut * multiprocessors,
         cut_rows=cut_rows * multiprocessors,
         cut_few=cut_few * multiprocessors,
+        cut_from=few,
         shape=own["by_n"] * _centred(n, 8, 2048) + own["by_k"] * _centred(k, 16, 2048),
         by_m=own["by_m"],
         always=(no, no, no),
@@ -298,7 +302,7 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
     result: Array = p.fixed_us + np.sqrt(np.sqrt(computing + memory * (most / each) + cache))
     if p.cuts:
         rows = np.maximum(np.minimum(p.rows[1], m), p.rows[0])
-        result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * (m < p.extent))
+        result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * ((m < p.extent) & (m >= p.cut_from)))
     result = result * np.exp(p.shape + p.by_m * slope)
     return result
 

@@ -233,7 +233,7 @@ def test_which_seed_a_visit_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, row = drawn_record.plan, functools.partial(_row, part="forward", m=1, ratio=1.0)
     made = {"seed": 77, "count": 3}
     some, whole = [row(0), row(2)], [row(0), row(1), row(2)]
-    assert plan(None, []).seed == 3  # 1 and 2 are for fitting
+    assert plan(None, []).seed == drawn.FITTING_SEEDS[-1] + 1
     assert len(plan(None, []).left) == drawn_record.COUNT == 4000
     assert plan(None, [], 50, 5).left == [0, 1, 2, 3, 4]
     for seed in drawn.FITTING_SEEDS:

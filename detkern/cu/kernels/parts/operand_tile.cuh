@@ -57,10 +57,10 @@ struct TmaTile {
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
   // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
   // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a
-  // single box half of the rows; the map's boxes are so large.
+  // single box half of the rows; the map's boxes are so large. few: one box has all that there is.
   template <Copy COPY>
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
-                                  uint32_t barrier, bool whole, uint32_t rank = 0) {
+                                  uint32_t barrier, bool whole, uint32_t rank = 0, bool few = false) {
     constexpr int PARTS = COPY == Copy::TO_BOTH ? 2 : 1;
     constexpr int PART_BOXES = BOXES == 1 ? 1 : BOXES / PARTS, PART_ROWS = BOXES == 1 ? BOX_ROWS / PARTS : BOX_ROWS;
     static_assert((BOXES == 1 || BOXES % PARTS == 0) && PART_ROWS % 8 == 0, "parts of whole atoms");
@@ -74,6 +74,7 @@ struct TmaTile {
     }
 #pragma unroll
     for (int box = 0; box < PART_BOXES; ++box) {
+      if (box != 0 && few) break;
       copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, batch.inner, batch.outer,
                             barrier);
     }
