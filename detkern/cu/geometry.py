@@ -199,9 +199,9 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     return not tile.by_tma or tile_count(problem, tile) <= GRID_LIMIT
 
 
-def writes(tile: Tile, pairs: bool, mapped: bool) -> bool:
-    """Whether a tile of mma_wgmma.json writes outputs that are pairs of binary32, that have a tensor map, or neither."""
-    return pairs if tile.f32_out else not pairs and bool(tile["STRIDED_OUT"] or mapped)
+def writes(tile: Tile, quads: bool, mapped: bool) -> bool:
+    """Whether a tile of mma_wgmma.json writes outputs that are rows of binary32 by 16 bytes, that have a tensor map, or neither."""
+    return quads if tile.f32_out else not quads and bool(tile["STRIDED_OUT"] or mapped)
 
 
 def along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:

@@ -42,7 +42,7 @@ def _broken(matrix: Matrix) -> bool:
 
 
 class _Layout(NamedTuple):
-    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. pairs,
+    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. quads,
     mapped: of the output, as `geometry.writes` asks."""
 
     operand: DType
@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
     loads: tuple[Load, Load]
     broken: tuple[bool, bool]
     by_tma: bool
-    pairs: bool
+    quads: bool
     mapped: bool
     f32: bool
     accumulate: bool
@@ -92,7 +92,7 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
         rows = layout.n if tile.swapped else tile["TILE_M"]
         if (
             layout.loads in tile.loads
-            and writes(tile, layout.pairs, layout.mapped)
+            and writes(tile, layout.quads, layout.mapped)
             and fits(tile, capability)
             and (not tile.shares or rows >= tile["TILE_M"])
         ):

@@ -202,7 +202,7 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run()
     made = json.loads(record.read_text())
-    assert (made["seed"], made["count"], len(made["rows"])) == (3, 24, 10)  # 1 and 2 are for fitting
+    assert (made["seed"], made["count"], len(made["rows"])) == (drawn.FITTING_SEEDS[-1] + 1, 24, 10)
     stop[0] = 100
     assert len(run(seconds=0.0, missing=True)["rows"]) == 10
     made = run(missing=True)

@@ -193,7 +193,7 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
 
 
 def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
-    """Pairs of binary32 go to kernels of their own, and what has no tensor map to those for strided outputs."""
+    """Rows of binary32 by 16 bytes go to kernels of their own, and what has no tensor map to those for strided outputs."""
     tiles = [tile for tile in tma_tiles() if tile.table == "mma_wgmma"]
     assert {(tile.swapped, tile.f32_out, bool(tile["STRIDED_OUT"])) for tile in tiles} == {
         (False, False, False), (False, False, True), (False, True, False), (True, False, False)
@@ -204,18 +204,18 @@ def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
         ((view((512, 512), (512, 1), BF16, 256), None), "mapped"),
         ((view((512, 512), (512, 1), F16, 256), bias), "mapped"),
         ((view((512, 512), (513, 1), BF16, 256), None), "any"),
-        ((view((512, 512), (512, 1), F32, 256), None), "pairs"),
-        ((view((512, 512), (514, 1), F32, 264), None), "pairs"),
+        ((view((512, 512), (512, 1), F32, 256), None), "quads"),
+        ((view((512, 512), (516, 1), F32, 272), None), "quads"),
+        ((view((512, 512), (514, 1), F32, 256), None), "any"),  # the line is not of 16 bytes
         ((view((512, 512), (512, 1), F32, 256), bias), "any"),
-        ((view((512, 512), (513, 1), F32, 256), None), "any"),  # the line
-        ((view((512, 512), (512, 1), F32, 260), None), "any"),  # the address
+                ((view((512, 512), (512, 1), F32, 264), None), "any"),  # nor the address
         ((view((512, 512), (1, 512), F32, 256), None), "any"),
     ]  # fmt: skip
     for (out, added), kind in outs:
         problem = gemm_problem(MMA16, operand, operand, out, added, False)
         loads = load_paths(problem)
         for tile in tiles:
-            writes = tile.f32_out if kind == "pairs" else not tile.f32_out and (kind == "mapped" or tile["STRIDED_OUT"])
+            writes = tile.f32_out if kind == "quads" else not tile.f32_out and (kind == "mapped" or tile["STRIDED_OUT"])
             assert takes(problem, tile, loads) == (bool(writes) and loads in tile.loads), (str(tile), kind)
 
 
