@@ -224,6 +224,8 @@ def markdown(record: dict[str, Any]) -> str:
     for name, peer in _PEERS.items():
         if any(name in row for row in timed):
             lines += [f"## Over {peer}", ""]
+            if name != "ratio" and record.get("compare") is not None:
+                lines += [f"Of the first {record['compare']} products drawn.", ""]
             lines += _table(
                 ("products", "count", "mean", "p90", "p99", "worst"),
                 (

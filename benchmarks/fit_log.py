@@ -51,9 +51,7 @@ def line_of(seed: int, drawn: Drawn, loads: str, chosen: str, us: dict[str, floa
     }  # fmt: skip
 
 
-def measure(
-    device: Any, seed: int, drawn: Drawn, sets: list[Set], within: float = WITHIN
-) -> dict[str, Any] | None:
+def measure(device: Any, seed: int, drawn: Drawn, sets: list[Set], within: float = WITHIN) -> dict[str, Any] | None:
     """The line of a product; None where no tile of Hopper's kernels computes it."""
     from detkern.cu import geometry
     from detkern.cu.device import describe
@@ -85,7 +83,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=900, help="products (default 900)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no product after so many")
     parser.add_argument("--tokens", type=int, default=1, help="none of fewer")
-    parser.add_argument("--within", type=float, default=WITHIN, help=f"times the least predicted time (default {WITHIN})")
+    parser.add_argument(
+        "--within", type=float, default=WITHIN, help=f"times the least predicted time (default {WITHIN})"
+    )
     parser.add_argument("--output", type=Path, help="the log to write (default tile-times-seed<SEED>.jsonl)")
     arguments = parser.parse_args()
     timing.leave_if(timing.missing())

@@ -82,7 +82,14 @@ def _copied(stage: np.ndarray, shape: MapShape, copies: list[Copy]) -> int:
 
 
 def _wanted(
-    tile: TmaTile, matrix: Matrix, mn: int, k_size: int, row: int, k: int, batch: tuple[int, int], present: int,
+    tile: TmaTile,
+    matrix: Matrix,
+    mn: int,
+    k_size: int,
+    row: int,
+    k: int,
+    batch: tuple[int, int],
+    present: int,
     narrows: bool,
 ) -> np.ndarray:
     """The address of each element of a stage by the operand's strides. narrows: boxes have no more than there is."""
@@ -179,8 +186,12 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
         counted = [0 for _ in ctas]
         for rank, (batch, row, column) in enumerate(ctas):
             copies = (
-                a.copies(row, k, index_of(problem.a, batch), whole_a, rank if shares == SHARED_A else None)[: 1 if few_a else None],
-                b.copies(column, k, index_of(problem.b, batch), whole_b, rank if shares == SHARED_B else None)[: 1 if few_b else None],
+                a.copies(row, k, index_of(problem.a, batch), whole_a, rank if shares == SHARED_A else None)[
+                    : 1 if few_a else None
+                ],
+                b.copies(column, k, index_of(problem.b, batch), whole_b, rank if shares == SHARED_B else None)[
+                    : 1 if few_b else None
+                ],
             )
             for side, (shape, shared) in enumerate(((launch.maps.a, SHARED_A), (launch.maps.b, SHARED_B))):
                 for target in range(len(ctas)) if shares == shared else (rank,):
