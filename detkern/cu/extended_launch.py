@@ -62,8 +62,11 @@ class ExtendedLaunch:
         shapes = self.launch.maps
         assert shapes is not None
         map_a, map_b = shapes.a.at(a), shapes.b.at(b)
-        # Where the kernel does not look at the output's map any will do.
-        map_out = map_a if shapes.out is None else shapes.out.at(out)
+        if shapes.rest is not None:
+            map_out = shapes.rest.at(b)
+        else:
+            # Where the kernel does not look at the output's map any will do.
+            map_out = map_a if shapes.out is None else shapes.out.at(out)
         return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
 
     def _configure(self, stream: int, dependent: bool) -> Any:

@@ -107,7 +107,9 @@ def _mma_wgmma(tile: Macros) -> int:
     else:
         slab = max(slab, 16 * (2 * min(n, 32) + 16))
     consuming_warps = 4 * -(-tile["TILE_M"] // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
-    return _stages(tile) + consuming_warps * slab + _barriers(tile)
+    rest = tile.get("REST_N", 0)  # of whole 64 columns a stage has room
+    room = 2 * tile["STAGES"] * tile["TILE_K"] * (64 - rest) if rest else 0
+    return _stages(tile) + room + consuming_warps * slab + _barriers(tile)
 
 
 def _slab_columns(columns: int, limit: int) -> int:

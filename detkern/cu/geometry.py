@@ -32,6 +32,7 @@ class Maps:
     a: MapShape
     b: MapShape
     out: MapShape | None
+    rest: MapShape | None = None  # of b, whose columns behind the last whole box a tile takes by narrower ones
 
     @property
     def whole_boxes(self) -> int:
@@ -212,13 +213,13 @@ class _FittedMaps:
     """The maps of a tile for the products of one layout. Where the lines of a run along k, and so m of them lie below one another
     as in the output, only their number changes with m. b's map is one for all, and keeps what the driver made of it."""
 
-    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_tile")
+    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_rest", "_tile")
 
     def __init__(self, problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> None:
         self._tile, self._loads = tile, (load_a, load_b)
         made = _maps(problem, tile, load_a, load_b)
         self._a, self._b = (made.b, made.a) if tile.swapped else (made.a, made.b)
-        self._out, self._few = made.out, 0
+        self._out, self._rest, self._few = made.out, made.rest, 0
         self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
         if self._by_lines and not tile.swapped:
             self._a = _operand_map(tile, self._a, tile["TILE_M"], load_a, halves=tile.shares == SHARED_A)
@@ -233,7 +234,7 @@ class _FittedMaps:
         # Boxes of a have no more rows than there are.
         a = self._a.with_lines(m) if m >= self._few else self._a.with_lines(m, rows=m)
         out = None if self._out is None else self._out.with_lines(m)
-        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out)
+        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out, self._rest)
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
@@ -245,10 +246,13 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     if tile.swapped:
         shapes, load_a, load_b = shapes[::-1], load_b, load_a
     present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
+    map_b = _operand_map(tile, shapes[1], tile["TILE_N"], load_b, halves=tile.shares == SHARED_B)
+    rest = tile.get("REST_N", 0)
     return Maps(
         a=_operand_map(tile, shapes[0], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
-        b=_operand_map(tile, shapes[1], tile["TILE_N"], load_b, halves=tile.shares == SHARED_B),
+        b=map_b,
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
+        rest=replace(map_b, width=rest, boxes=None) if rest else None,
     )
 
 
@@ -259,7 +263,8 @@ def _operand_map(
     CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
     k_major = load == Load.K_MAJOR
     along, rows = (tile["TILE_K"], tile_mn) if k_major else (tile_mn, tile["TILE_K"])
-    boxes: int | None = along // BOX_WIDTH if shape.whole else None
+    # Tiles that are not of whole boxes start anywhere between them.
+    boxes: int | None = along // BOX_WIDTH if shape.whole and along % BOX_WIDTH == 0 else None
     width = BOX_WIDTH
     if tile.kernel.narrows and not tile.shares:
         # MatrixSource of producer.cuh counts the same bytes.

@@ -37,12 +37,18 @@ class TmaTile:
         return (self.rows if self.mn_rows else self.extent_k) // ATOM
 
     @property
+    def rest(self) -> int:
+        """Lines behind the boxes."""
+        return self.rows % ATOM if self.mn_rows else 0
+
+    @property
     def box_rows(self) -> int:
         return self.extent_k if self.mn_rows else self.rows
 
     @property
     def elements(self) -> int:
-        return self.rows * self.extent_k
+        """Of its memory."""
+        return self.box_rows * ATOM * (self.boxes + (self.rest > 0))
 
     def copies(self, row: int, k: int, batch: tuple[int, int], whole: bool, rank: int | None) -> list[Copy]:
         """rank: of the CTA that copies half of it for both."""
@@ -93,7 +99,8 @@ def _wanted(
     narrows: bool,
 ) -> np.ndarray:
     """The address of each element of a stage by the operand's strides. narrows: boxes have no more than there is."""
-    boxes, lines, elements = np.arange(tile.boxes)[:, None, None], np.arange(tile.box_rows)[:, None], np.arange(ATOM)
+    boxes = np.arange(tile.boxes + (tile.rest > 0))[:, None, None]
+    lines, elements = np.arange(tile.box_rows)[:, None], np.arange(ATOM)
     along = boxes * ATOM + elements
     at_mn, at_k = (
         (row + along + 0 * lines, k + lines + 0 * along)
@@ -111,6 +118,8 @@ def _wanted(
         addresses = np.where(copied, addresses, ZERO)
     if narrows and tile.mn_rows and mn < ATOM:
         addresses = np.where(along < _up(mn, 8), addresses, ZERO if k_size < ATOM else UNTOUCHED)
+    if tile.mn_rows:
+        addresses = np.where(along < tile.rows, addresses, ZERO if narrows and k_size < ATOM else UNTOUCHED)
     return addresses.ravel()
 
 
@@ -123,7 +132,7 @@ def _bytes(tile: TmaTile, mn: int, k: int, present: int, narrows: bool) -> int:
     few_k = narrows and k < ATOM
     if not tile.mn_rows:
         return 2 * (present * _up(k, 16) if few_k else tile.elements // tile.box_rows * present)
-    line = _up(mn, 8) if narrows and mn < ATOM else tile.elements // tile.box_rows
+    line = _up(mn, 8) if narrows and mn < ATOM else tile.rows
     return 2 * line * (_up(k, 16) if few_k else tile.box_rows)
 
 
@@ -193,6 +202,11 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
                     : 1 if few_b else None
                 ],
             )
+            assert (launch.maps.rest is None) == (b.rest == 0)
+            if launch.maps.rest is not None and not few_b:
+                outer, inner = index_of(problem.b, batch)
+                at = (column + b.boxes * ATOM, k, inner, outer)
+                counted[rank] += _copied(stages[rank][1], launch.maps.rest, [(128 * b.boxes * b.box_rows, at)])
             for side, (shape, shared) in enumerate(((launch.maps.a, SHARED_A), (launch.maps.b, SHARED_B))):
                 for target in range(len(ctas)) if shares == shared else (rank,):
                     counted[target] += _copied(stages[target][side], shape, copies[side])

@@ -24,11 +24,11 @@ class MatrixSource {
   static_assert(!NARROWS || SHARED_OPERAND == SHARED_NONE, "parts of boxes that are shared have one size");
 
  public:
-  // blocks: stages of a chain.
+  // blocks: stages of a chain. map_rest: of B, where TileB has a REST.
   template <class Walk>
   DETKERN_INLINE MatrixSource(const GemmParams& p, const TensorMap& map_a, const TensorMap& map_b, const Walk& walk,
-                              uint32_t blocks)
-      : p_(p), map_a_(map_a), map_b_(map_b), blocks_(blocks) {
+                              uint32_t blocks, const TensorMap* map_rest = nullptr)
+      : p_(p), map_a_(map_a), map_b_(map_b), map_rest_(map_rest), blocks_(blocks) {
     whole_a_ = p.whole_boxes & WHOLE_A, whole_b_ = p.whole_boxes & WHOLE_B;
     // Filling rows outside A takes time, too: boxes that are copied one by one have no more than there are.
     const int rows_a =
@@ -71,6 +71,9 @@ class MatrixSource {
     } else {
       TileB::template copy<Copy::PLAIN>(ring.b(stage), map_b_, tile_.column, k, batch_of_b, full, whole_b_, 0, few_b_);
     }
+    if constexpr (TileB::REST > 0) {
+      if (!few_b_) TileB::copy_rest(ring.b(stage), *map_rest_, tile_.column, k, batch_of_b, full);
+    }
     constexpr Copy COPY_A = SHARED_OPERAND == SHARED_A ? Copy::TO_BOTH : Copy::PLAIN;
     TileA::template copy<COPY_A>(ring.a(stage), map_a_, tile_.row, k, batch_of_a, full, whole_a_, rank_, few_a_);
   }
@@ -82,13 +85,14 @@ class MatrixSource {
     const bool few_k = NARROWS && k < ATOM;
     const int steps = (static_cast<int>(k) + 15) / 16;
     if (!Tile::MN_ROWS) return few_k ? rows * steps * 32 : Tile::BYTES / Tile::BOX_ROWS * rows;
-    const int line = NARROWS && mn < ATOM ? (static_cast<int>(mn) + 7) / 8 * 16 : Tile::BYTES / Tile::BOX_ROWS;
+    const int line = NARROWS && mn < ATOM ? (static_cast<int>(mn) + 7) / 8 * 16 : Tile::LINES * Tile::ELEMENT_BYTES;
     return line * (few_k ? steps * 16 : Tile::BOX_ROWS);
   }
 
   const GemmParams& p_;
   const TensorMap& map_a_;
   const TensorMap& map_b_;
+  const TensorMap* map_rest_;
   uint32_t blocks_, rank_;
   int bytes_;
   bool whole_a_, whole_b_, once_b_, few_a_, few_b_;
