@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,10 @@ LARGEST_BYTES = 3 * 10**9  # of a product: larger ones say little that others do
 TURNS, WARM, TURN_US = 4, 1, 400.0
 
 
-def products(seed: int, count: int, tokens: int = 1) -> Iterator[Drawn]:
-    """The first `count` products of a seed, without the largest and those of fewer tokens."""
+def products(seed: int, count: int, tokens: int = 1, kinds: Sequence[str] = ()) -> Iterator[Drawn]:
+    """The first `count` products of a seed, without the largest, those of fewer tokens and, if any are given, of other kinds."""
     drawn = (draw(seed, index) for index in range(count))
-    return (one for one in drawn if one.bytes <= LARGEST_BYTES and one.m >= tokens)
+    return (one for one in drawn if one.bytes <= LARGEST_BYTES and one.m >= tokens and (not kinds or one.kind in kinds))
 
 
 def line_of(seed: int, drawn: Drawn, loads: str, chosen: str, us: dict[str, float]) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, choices=FITTING_SEEDS, default=FITTING_SEEDS[0])
     parser.add_argument("--count", type=int, default=900, help="products (default 900)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no product after so many")
+    parser.add_argument("--kinds", nargs="+", default=(), help="of layers alone, as lora_a")
     parser.add_argument("--tokens", type=int, default=1, help="none of fewer")
     parser.add_argument(
         "--within", type=float, default=WITHIN, help=f"times the least predicted time (default {WITHIN})"
@@ -89,7 +90,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="the log to write (default tile-times-seed<SEED>.jsonl)")
     arguments = parser.parse_args()
     timing.leave_if(timing.missing())
-    wanted = list(products(arguments.seed, arguments.count, arguments.tokens))
+    wanted = list(products(arguments.seed, arguments.count, arguments.tokens, arguments.kinds))
     device = timing.Cuda()
     pool = Pool(wanted, device.cache_bytes, device.name)
     output = arguments.output or Path(f"tile-times-seed{arguments.seed}.jsonl")

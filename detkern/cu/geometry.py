@@ -252,7 +252,7 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         a=_operand_map(tile, shapes[0], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
         b=map_b,
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
-        rest=replace(map_b, width=rest, boxes=None) if rest else None,
+        rest=replace(map_b, width=rest if tile["TILE_N"] > BOX_WIDTH else min(rest, map_b.width)) if rest else None,
     )
 
 

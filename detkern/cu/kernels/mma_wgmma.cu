@@ -198,7 +198,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
 DETKERN_INLINE void prefetch_weights(const GemmParams& p) {
   constexpr bool ALONG_K = (SWAPPED ? LOAD_A : LOAD_B) == K_MAJOR;
   constexpr int EXTENT = SWAPPED ? TILE_M : TILE_N;
-  constexpr int ROWS = ALONG_K ? EXTENT : EXTENT / ATOM;  // lines at each k, the lowest k of all first
+  constexpr int ROWS = ALONG_K ? EXTENT : (EXTENT + ATOM - 1) / ATOM;  // lines at each k, the lowest k of all first
   const int count = static_cast<int>(p.prefetch_bytes) / (ROWS * ATOM_ROW_BYTES) * ROWS;
   const Walk walk(p);
   // Of rows the walk's own place would cost the main loop its uniform registers. This is it where columns are few.

@@ -132,7 +132,7 @@ def _bytes(tile: TmaTile, mn: int, k: int, present: int, narrows: bool) -> int:
     few_k = narrows and k < ATOM
     if not tile.mn_rows:
         return 2 * (present * _up(k, 16) if few_k else tile.elements // tile.box_rows * present)
-    line = _up(mn, 8) if narrows and mn < ATOM else tile.rows
+    line = min(_up(mn, 8), tile.rows) if narrows and mn < ATOM else tile.rows
     return 2 * line * (_up(k, 16) if few_k else tile.box_rows)
 
 
@@ -203,7 +203,7 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
                 ],
             )
             assert (launch.maps.rest is None) == (b.rest == 0)
-            if launch.maps.rest is not None and not few_b:
+            if launch.maps.rest is not None and not (few_b and b.boxes):
                 outer, inner = index_of(problem.b, batch)
                 at = (column + b.boxes * ATOM, k, inner, outer)
                 counted[rank] += _copied(stages[rank][1], launch.maps.rest, [(128 * b.boxes * b.box_rows, at)])

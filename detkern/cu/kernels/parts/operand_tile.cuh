@@ -29,7 +29,7 @@ struct TmaTile {
   static constexpr int BOX_ROWS = BOX_BYTES / ATOM_ROW_BYTES;
   static_assert(LOAD == K_MAJOR || LOAD == MN_MAJOR, "TMA copies contiguous rows");
   static_assert(SIZE == 2 || (SIZE == 1 && LOAD == K_MAJOR), "wgmma transposes 16-bit elements alone");
-  static_assert(MN_ROWS ? REST % 16 == 0 && BOXES > 0 : EXTENT_K % ATOM == 0 && ROWS % 8 == 0,
+  static_assert(MN_ROWS ? REST % 16 == 0 : EXTENT_K % ATOM == 0 && ROWS % 8 == 0,
                 "a tile must be whole atoms, but for its last lines along m or n");
   static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
 

@@ -72,7 +72,7 @@ class MatrixSource {
       TileB::template copy<Copy::PLAIN>(ring.b(stage), map_b_, tile_.column, k, batch_of_b, full, whole_b_, 0, few_b_);
     }
     if constexpr (TileB::REST > 0) {
-      if (!few_b_) TileB::copy_rest(ring.b(stage), *map_rest_, tile_.column, k, batch_of_b, full);
+      if (TileB::BOXES == 0 || !few_b_) TileB::copy_rest(ring.b(stage), *map_rest_, tile_.column, k, batch_of_b, full);
     }
     constexpr Copy COPY_A = SHARED_OPERAND == SHARED_A ? Copy::TO_BOTH : Copy::PLAIN;
     TileA::template copy<COPY_A>(ring.a(stage), map_a_, tile_.row, k, batch_of_a, full, whole_a_, rank_, few_a_);
@@ -85,8 +85,8 @@ class MatrixSource {
     const bool few_k = NARROWS && k < ATOM;
     const int steps = (static_cast<int>(k) + 15) / 16;
     if (!Tile::MN_ROWS) return few_k ? rows * steps * 32 : Tile::BYTES / Tile::BOX_ROWS * rows;
-    const int line = NARROWS && mn < ATOM ? (static_cast<int>(mn) + 7) / 8 * 16 : Tile::LINES * Tile::ELEMENT_BYTES;
-    return line * (few_k ? steps * 16 : Tile::BOX_ROWS);
+    const int line = NARROWS && mn < ATOM ? min((static_cast<int>(mn) + 7) / 8 * 8, Tile::LINES) : Tile::LINES;
+    return line * Tile::ELEMENT_BYTES * (few_k ? steps * 16 : Tile::BOX_ROWS);
   }
 
   const GemmParams& p_;
