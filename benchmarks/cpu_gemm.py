@@ -1,10 +1,10 @@
 """The CPU backend's speed and memory on this machine: `python -m benchmarks.cpu_gemm`.
 
-Prints a table and writes benchmarks/results/cpu-<model>/gemm.json. NumPy's float32 matmul (OpenBLAS) is the peer, with as
-many threads, in the same run, in turn with detkern. NumPy's idle threads spin for a while after a call, so each
-measurement waits first. Times are medians in µs: of wall time, and of the CPU time of all threads, which is what rates per core
-are taken from. The ratio to NumPy is of wall times, and with one thread of CPU times also, so that work of others on the
-machine does not count. Ends with status 1 if a target is missed.
+Prints a table and writes benchmarks/results/cpu-<model>/gemm.json. NumPy's float32 matmul (OpenBLAS) is the peer, with
+as many threads, in the same run, in turn with detkern. NumPy's idle threads spin for a while after a call, so each
+measurement waits first. Times are medians in µs: of wall time, and of the CPU time of all threads, which is what rates
+per core are taken from. The ratio to NumPy is of wall times, and with one thread of CPU times also, so that work of
+others on the machine does not count. Ends with status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def main() -> int:
     record = {
         "what": "cpu gemm", "date": records.now(),
         "gpu": None, "cpu": cpu_model(), "driver": None, "versions": versions(),
-        "load_average": list(os.getloadavg()), "command": "python -m benchmarks.cpu_gemm", "sources": sources(), "rows": rows,
+        "load_average": list(os.getloadavg()), "command": "python -m benchmarks.cpu_gemm", "sources": sources(),
+        "rows": rows,
     }  # fmt: skip
     (folder / "gemm.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {(folder / 'gemm.json').relative_to(ROOT)}")

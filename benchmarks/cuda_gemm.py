@@ -1,9 +1,9 @@
 """The CUDA backend against cuBLAS on this GPU: `python -m benchmarks.cuda_gemm [--output DIR] [--tiles]`.
 
-Needs a CUDA device, PyTorch and CuPy. Each row's products run inside CUDA graphs, over sets of random operands that together
-pass twice the L2 cache, detkern and its peer in turn; times are medians over the turns, in µs a product of x[M, K] @
-w[N, K].T. Host times are of the calls alone. `--tiles` also times every tile, in the two numbers that the tile tables hold.
-Writes <DIR or benchmarks/results/<gpu>>/cuda-gemm.json and ends with status 1 if a target is missed.
+Needs a CUDA device, PyTorch and CuPy. Each row's products run inside CUDA graphs, over sets of random operands that
+together pass twice the L2 cache, detkern and its peer in turn; times are medians over the turns, in µs a product of
+x[M, K] @ w[N, K].T. Host times are of the calls alone. `--tiles` also times every tile, in the two numbers that the
+tile tables hold. Writes <DIR or benchmarks/results/<gpu>>/cuda-gemm.json and ends with status 1 if a target is missed.
 """
 
 from __future__ import annotations

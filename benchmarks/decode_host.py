@@ -1,14 +1,16 @@
-"""Host time of a decode step of Llama and Qwen3 with and without batch_invariant_mode: `python -m benchmarks.decode_host [--output DIR]`.
+"""Host time of a decode step of Llama and Qwen3 with and without batch_invariant_mode:
+`python -m benchmarks.decode_host [--output DIR]`.
 
-One sequence, one token a step, a KV cache that grows, no gradients; the models of benchmarks.train_step. µs that the calling
-thread spends in the model's forward, with the device waited for after each step, so that it never holds the host up: the
-median over the steps of all turns, the variants in turn. Under the mode at most 1.15 of eager attention's without it.
+One sequence, one token a step, a KV cache that grows, no gradients; the models of benchmarks.train_step. µs that the
+calling thread spends in the model's forward, with the device waited for after each step, so that it never holds the
+host up: the median over the steps of all turns, the variants in turn. Under the mode at most 1.15 of eager attention's
+without it.
 
 `--profile N` prints the N functions that take most of the mode's steps by themselves, by cProfile.
 
-Needs a CUDA device, PyTorch, CuPy and transformers: ends with status 2 and a sentence where they are missing, with 1 if a target is
-missed. `--cpu` runs tiny models on the CPU, where a step computes as well, and records nothing. Writes <DIR or
-benchmarks/results/<gpu>>/decode-host.json.
+Needs a CUDA device, PyTorch, CuPy and transformers: ends with status 2 and a sentence where they are missing, with 1 if
+a target is missed. `--cpu` runs tiny models on the CPU, where a step computes as well, and records nothing. Writes <DIR
+or benchmarks/results/<gpu>>/decode-host.json.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ __all__ = ["compare", "main", "measure", "sources"]
 TURNS, WARM, STEPS = 12, 2, 24  # of a turn: steps
 PROMPT = 16
 LIMIT = 1.15
-# name: attention, under the mode (None: under one that only calls what it is given: what PyTorch takes for any), and whether the
-# cache has all its room from the start, with a mask over what is not filled: the sizes of its products stay the same.
+# name: attention, under the mode (None: under one that only calls what it is given: what PyTorch takes for any), and
+# whether the cache has all its room from the start, with a mask over what is not filled: the sizes of its products stay
+# the same.
 VARIANTS: dict[str, tuple[str, bool | None, bool]] = {
     "fused attention": ("sdpa", False, False),
     "eager attention": ("eager", False, False),

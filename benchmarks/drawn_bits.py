@@ -1,10 +1,11 @@
-"""Whether drawn products have the bits of the general kernels and of the replay: `python -m benchmarks.gemm --drawn --check-bits`.
+"""Whether drawn products have the bits of the general kernels and of the replay:
+`python -m benchmarks.gemm --drawn --check-bits`.
 
-Every element of each product is compared with that of a tile of the general kernel; and a part of it with the CPU replay: up to
-64 rows, the last 32 among them, by up to 512 columns, the last 256 among them, so that partial tiles are in it. A row and a
-column are a product of their own under every contract, so the part is replayed alone. Compared on the device as integers; both
-results are spoilt beforehand with different patterns, or hold the same values where a product is accumulated. The record is
-gemm-drawn-bits.json, which keeps its seed until it is complete as the others do.
+Every element of each product is compared with that of a tile of the general kernel; and a part of it with the CPU
+replay: up to 64 rows, the last 32 among them, by up to 512 columns, the last 256 among them, so that partial tiles are
+in it. A row and a column are a product of their own under every contract, so the part is replayed alone. Compared on
+the device as integers; both results are spoilt beforehand with different patterns, or hold the same values where a
+product is accumulated. The record is gemm-drawn-bits.json, which keeps its seed until it is complete as the others do.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ def run(arguments: argparse.Namespace, device: Any, facts: Any, more: dict[str, 
     different = sum(map(differs, rows))
     elements = sum(found.get("elements", 0) for found in rows)
     print(
-        f"{elements:,} elements of {len(rows)} products compared, {different} products differ, {len(visit.left)} are left"
+        f"{elements:,} elements of {len(rows)} products compared, {different} products differ, {len(visit.left)} are "
+        f"left"
     )
     return int(bool(different or visit.left))

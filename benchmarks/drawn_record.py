@@ -1,7 +1,7 @@
 """Records of drawn products: the seed that a visit measures, what is left of it, and the visit itself.
 
-A record draws a seed of its own and keeps it until all its products are there: a set cannot be left for a kinder one. A record
-of other kernels, tables, drivers or packages is no longer continued: the next visit draws a new seed.
+A record draws a seed of its own and keeps it until all its products are there: a set cannot be left for a kinder one. A
+record of other kernels, tables, drivers or packages is no longer continued: the next visit draws a new seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a visit measures. seed, count: of the record. rows: of earlier visits, by index. left: what is measured now."""
+    """What a visit measures. seed, count: of the record. rows: of earlier visits, by index.
+    left: what is measured now."""
 
     seed: int
     count: int
@@ -50,9 +51,9 @@ def plan(
 ) -> Plan:
     """What a visit measures, where the record is `made` and `rows` are those of its rows that still hold.
 
-    requested, count: the seed and the number of products asked for, or None. whole: whether a row has all that it should
-    have; one with an error never has. Raises ValueError for a seed that tables were
-    fitted on, and for another one than that of a record that is not complete.
+    requested, count: the seed and the number of products asked for, or None. whole: whether a row has all that it
+    should have; one with an error never has. Raises ValueError for a seed that tables were fitted on, and for another
+    one than that of a record that is not complete.
     """
     if requested in FITTING_SEEDS:
         raise ValueError(f"seed {requested} is one that tables are fitted on (benchmarks/fit.py): choose another one")
@@ -81,7 +82,8 @@ def description(drawn: Drawn) -> dict[str, Any]:
     """What a row says of its product."""
     product, layer = drawn.product, drawn.product.layer
     return {
-        "index": drawn.index, "part": drawn.part, "name": layer.name, "layer": drawn.kind, "op": product.op, "m": product.m,
+        "index": drawn.index, "part": drawn.part, "name": layer.name, "layer": drawn.kind, "op": product.op,
+        "m": product.m,
         "n": layer.n, "k": layer.k, "type": product.dtype, "contract": product.contract,
         "output": "float32" if drawn.output_f32 else product.dtype, "accumulate": drawn.accumulate,
     }  # fmt: skip
@@ -90,8 +92,9 @@ def description(drawn: Drawn) -> dict[str, Any]:
 class Visit:
     """One run that adds to a record.
 
-    arguments: `output`, `drawn`, `count`, `missing` and `seconds` of the command line. what: the record's name. facts: `name`
-    and `driver` of the device. about: what else the record says. whole: as in `plan`. Raises ValueError as `plan` does.
+    arguments: `output`, `drawn`, `count`, `missing` and `seconds` of the command line. what: the record's name. facts:
+    `name` and `driver` of the device. about: what else the record says. whole: as in `plan`. Raises ValueError as
+    `plan` does.
     """
 
     def __init__(
@@ -122,8 +125,8 @@ class Visit:
     ) -> None:
         """Measure what is left until the time is over; `left` is then what still is.
 
-        measure: the row of a product, whose operands come from the pool. show: is given each row. cache_bytes: of the cache
-        that operands rotate past.
+        measure: the row of a product, whose operands come from the pool. show: is given each row. cache_bytes: of the
+        cache that operands rotate past.
         """
         begin = time.monotonic()
         todo = [draw(self.seed, index) for index in self.left]

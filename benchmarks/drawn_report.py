@@ -1,9 +1,9 @@
 """Targets and tables of a record of drawn products: `python -m benchmarks.drawn_report [RECORD]`. Needs no GPU.
 
 Reads gemm-drawn.json (or gemm-drawn-again.json) and writes a .md beside it. A ratio is a row's median over the turns of
-detkern's time over the peer's; means are geometric, percentiles are the nearest rank. Products whose chain alone takes more than
-LONG_CHAIN of cuBLAS's time are apart, against the chain and CHAIN_ALLOWANCE_US. Ends with status 1 unless every target is met
-over all that was drawn.
+detkern's time over the peer's; means are geometric, percentiles are the nearest rank. Products whose chain alone takes
+more than LONG_CHAIN of cuBLAS's time are apart, against the chain and CHAIN_ALLOWANCE_US. Ends with status 1 unless
+every target is met over all that was drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
 
 Row = dict[str, Any]
 
-# (first M, last M, what the geometric mean over cuBLAS may be) of forward products, and of each of dX and dW with the p99
+# (first M, last M, what the geometric mean over cuBLAS may be) of forward products, and of each of dX and dW with the
+# p99
 RANGES = ((1, 64, 0.74), (65, 256, 0.88), (257, 1023, 0.95), (1024, 1 << 31, 0.97))
 FORWARD_P99, FORWARD_WORST = 1.12, 1.25
 GRADIENT_RANGES = ((128, 1023, 1.02, 1.25), (1024, 1 << 31, 1.00, 1.15))
@@ -44,8 +45,8 @@ REGRET_MEAN, REGRET_P99 = 1.01, 1.08
 LONG_CHAIN = 0.8
 CHAIN_ALLOWANCE_US = 2.0
 
-# docs/hopper.md, "A chain": a step of 16 k takes 16.6 + n / 4 cycles, n the columns of a wgmma, of which there are at least 8.
-# 7168 k took 4.2 µs so: at the 1.98 GHz that an H200 goes to where it may.
+# docs/hopper.md, "A chain": a step of 16 k takes 16.6 + n / 4 cycles, n the columns of a wgmma, of which there are at
+# least 8. 7168 k took 4.2 µs so: at the 1.98 GHz that an H200 goes to where it may.
 _CYCLES, _CYCLES_A_COLUMN, _LEAST_COLUMNS = 16.6, 1 / 4, 8
 _CYCLES_A_US = 1980.0
 
@@ -116,7 +117,8 @@ def _range(first: int, last: int) -> str:
     return f"M ≥ {first}" if last == 1 << 31 else f"M {first}–{last}"
 
 
-# The ratio of a row over each peer that targets are about, by what reports call the peer, with what limits are more over it.
+# The ratio of a row over each peer that targets are about, by what reports call the peer, with what limits are more
+# over it.
 _OVER = (("cuBLAS", "ratio", 0.0), ("cuBLASLt's best", "cublaslt_ratio", BEST_OF_LIST))
 
 
@@ -212,12 +214,15 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [
         f"# Drawn products on {record['gpu']}",
         "",
-        f"Seed {record['seed']}, {len(timed)} of {record['count']} products. Driver {record['driver']}; {versions}. `{record['command']}`.",
-        "Written by `python -m benchmarks.drawn_report`. Layers of models.toml, M log-uniform from 1 to 16,384 (gradients: from 128).",
+        (f"Seed {record['seed']}, {len(timed)} of {record['count']} products. Driver {record['driver']}; {versions}. "
+        f"`{record['command']}`."),
+        ("Written by `python -m benchmarks.drawn_report`. Layers of models.toml, M log-uniform from 1 to 16,384 "
+        "(gradients: from 128)."),
         "A ratio is detkern's time over the peer's, the median over turns in one process; means are geometric.",
         "",
         *_table(("target", "at most", "value", ""), (
-            [one.what, f"{one.limit:.2f}", "–" if one.value is None else f"{one.value:.3f}", "met" if one.met else "missed"]
+            [one.what, f"{one.limit:.2f}", "–" if one.value is None else f"{one.value:.3f}",
+                "met" if one.met else "missed"]
             for one in targets(rows)
         )),
     ]  # fmt: skip
@@ -244,7 +249,8 @@ def markdown(record: dict[str, Any]) -> str:
     )
     over_chain = [row | {"over": row["detkern_us"] / _allowed(row)} for row in long]
     lines += [f"## Chains that take more than {LONG_CHAIN} of cuBLAS's time", "",
-              f"detkern's time over that of the chain and {CHAIN_ALLOWANCE_US:g} µs, and over cuBLAS's.", ""]  # fmt: skip
+              f"detkern's time over that of the chain and {CHAIN_ALLOWANCE_US:g} µs, and over cuBLAS's.",
+              ""]  # fmt: skip
     lines += _table(
         ("over", "count", "mean", "p90", "p99", "worst"),
         [

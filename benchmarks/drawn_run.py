@@ -1,7 +1,8 @@
-"""The row of a drawn product, and `python -m benchmarks.gemm --drawn [SEED]` (benchmarks/drawn_record.py keeps the records).
+"""The row of a drawn product, and `python -m benchmarks.gemm --drawn [SEED]` (benchmarks/drawn_record.py keeps the
+records).
 
-detkern and its peers on one set of operands after the other, in CUDA graphs that are replayed in turn as for the layers of
-shapes.toml; of the first products the tiles of the tables too, for the regret of the choice.
+detkern and its peers on one set of operands after the other, in CUDA graphs that are replayed in turn as for the layers
+of shapes.toml; of the first products the tiles of the tables too, for the regret of the choice.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _whole(row: dict[str, Any], regret: int, names: Iterable[str], compare: int 
 
 
 def _calls(device: Any, peer: peers.Peer, drawn: Drawn, sets: list[Set]) -> Sequence[Callable[[], Any]]:
-    """A call a set. A float32 result is detkern's alone: peers compute the 16-bit product, which is what it is compared with."""
+    """A call a set. A float32 result is detkern's alone: peers compute the 16-bit product, which is what it is compared
+    with."""
     if peer.name != "detkern":
         return peer.calls(device, drawn.product, [(one.a, one.b, one.peer_out) for one in sets])
     more = {"accumulate": True} if drawn.accumulate else {}
@@ -47,8 +49,8 @@ def _calls(device: Any, peer: peers.Peer, drawn: Drawn, sets: list[Set]) -> Sequ
 def measure(
     device: Any, drawn: Drawn, pool: Pool, compared: Iterable[peers.Peer], facts: Any, with_regret: bool
 ) -> dict[str, Any]:
-    """The row of a product. A peer that does not serve it, or not rightly, is named in the row's `refused`; a wrong result
-    of detkern or cuBLAS makes the row an `error`, without times.
+    """The row of a product. A peer that does not serve it, or not rightly, is named in the row's `refused`; a wrong
+    result of detkern or cuBLAS makes the row an `error`, without times.
 
     facts: the device's `capability` and `multiprocessors`. with_regret: time the tiles of the tables too.
     """

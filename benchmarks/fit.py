@@ -2,10 +2,10 @@
 
     python -m benchmarks.fit --fit fit.jsonl ... --judge judge.jsonl ... [--write]
 
-Fits detkern/cu/time_model.py's numbers to the first logs and says how good the choices by them are on the products of the
-others, of another seed; --folds N says it of N parts of the fitted logs, each judged by a fit to the rest. --write puts the
-numbers into detkern/cu/tiles/time_model.json. A line of a log is a product: seed, part, loads (K or M for a and b), m, n, k,
-f32, acc (accumulated), chosen (the label of detkern's choice) and us (the median µs by tile label).
+Fits detkern/cu/time_model.py's numbers to the first logs and says how good the choices by them are on the products of
+the others, of another seed; --folds N says it of N parts of the fitted logs, each judged by a fit to the rest. --write
+puts the numbers into detkern/cu/tiles/time_model.json. A line of a log is a product: seed, part, loads (K or M for a
+and b), m, n, k, f32, acc (accumulated), chosen (the label of detkern's choice) and us (the median µs by tile label).
 """
 
 from __future__ import annotations
@@ -96,12 +96,14 @@ def report(title: str, lines: Sequence[dict[str, Any]], found: Sequence[float]) 
         now = np.array(found)[inside]
         if len(now):
             before = float(np.nanmean(np.array(then)[inside]))
-            print(f"  {name or part + f' from {first}':18} {len(now):5}  mean {now.mean():.4f}  p90 {np.quantile(now, 0.9):.3f}  "
-                  f"p99 {np.quantile(now, 0.99):.3f}  worst {now.max():.3f}   as chosen: mean {before:.4f}")  # fmt: skip
+            p90, p99 = np.quantile(now, [0.9, 0.99])
+            print(f"  {name or part + f' from {first}':18} {len(now):5}  mean {now.mean():.4f}  p90 {p90:.3f}  "
+                  f"p99 {p99:.3f}  worst {now.max():.3f}   as chosen: mean {before:.4f}")  # fmt: skip
 
 
 def content(numbers: time_model.Numbers, timed: Collection[str]) -> dict[str, Any]:
-    """What time_model.json holds. timed: the labels of the tiles that the numbers were fitted to the times of. A tile that was not has the numbers of the one that is most like it."""
+    """What time_model.json holds. timed: the labels of the tiles that the numbers were fitted to the times of. A tile
+    that was not has the numbers of the one that is most like it."""
     tiles = {
         str(tile): [round(float(numbers.own[name][place]), 4) for name in time_model.OWN]
         for place, tile in enumerate(table())

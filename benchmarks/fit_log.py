@@ -1,11 +1,12 @@
 """Times of tiles on drawn products, which `python -m benchmarks.fit` fits and judges what tiles are chosen by:
 
-    python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N] [--tokens N] [--within X]
+    python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N] [--tokens N]
+        [--kinds KIND ...] [--within X]
 
-Of each product the tiles that are predicted to take at most X times the least are timed in turn (detkern/measure/timing.py), with
-cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py says what it holds. Seeds are FITTING_SEEDS
-of drawn.py alone: no record is of these. The logs that the table in the package is fitted to are tile-times-seed*.jsonl under
-benchmarks/results/h200.
+Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn
+(detkern/measure/timing.py), with cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py
+says what it holds. Seeds are FITTING_SEEDS of drawn.py alone: no record is of these. The logs that the table in the
+package is fitted to are tile-times-seed*.jsonl under benchmarks/results/h200.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TURNS, WARM, TURN_US = 4, 1, 400.0
 
 
 def products(seed: int, count: int, tokens: int = 1, kinds: Sequence[str] = ()) -> Iterator[Drawn]:
-    """The first `count` products of a seed, without the largest, those of fewer tokens and, if any are given, of other kinds."""
+    """The first `count` products of a seed, without the largest, those of fewer tokens and, if any are given, of other
+    kinds."""
     drawn = (draw(seed, index) for index in range(count))
     return (one for one in drawn if one.bytes <= LARGEST_BYTES and one.m >= tokens and (not kinds or one.kind in kinds))
 

@@ -1,9 +1,10 @@
 """Fitting the numbers of detkern/cu/time_model.py to measured times. NumPy alone.
 
-Least squares on the logarithm of the time by Levenberg's and Marquardt's method, all numbers at once. Times near a product's
-fastest weigh most, since only there a choice is made; what all predictions for one product are off by together counts for
-less, since it changes no choice; errors beyond a few per cent weigh no more than linearly; and each number is held near what
-is expected of it, so that a tile that was seldom timed has numbers that can be compared with the others'.
+Least squares on the logarithm of the time by Levenberg's and Marquardt's method, all numbers at once. Times near a
+product's fastest weigh most, since only there a choice is made; what all predictions for one product are off by
+together counts for less, since it changes no choice; errors beyond a few per cent weigh no more than linearly; and each
+number is held near what is expected of it, so that a tile that was seldom timed has numbers that can be compared with
+the others'.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _LOGITS = frozenset(("pair", "shared_a", "shared_b", "alone"))
 _PLAIN = frozenset(("alone", "by_m", "by_n", "by_k"))
 # How far from where it begins a number may well be, in these scales.
 _DOUBT_SHARED = {
-    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair": 1.0, "shared_a": 1.0, "shared_b": 1.0, "km": 0.2,
+    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair": 1.0, "shared_a": 1.0, "shared_b": 1.0,
+    "km": 0.2,
     "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0, "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0,
     "out_us": 1.0, "area_us": 1.0, "few_us": 1.0, "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "tb_s": 0.15,
     "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
@@ -112,7 +114,8 @@ def predicted(times: Times, numbers: time_model.Numbers, multiprocessors: int) -
 
 
 def regrets(times: Times, us: Array) -> tuple[Array, npt.NDArray[np.int64]]:
-    """For each product, the time of the tile that `us` predicts to be fastest over the fastest tile's, and that tile's place."""
+    """For each product, the time of the tile that `us` predicts to be fastest over the fastest tile's, and that tile's
+    place."""
     order = np.lexsort((us, times.product))
     first = order[np.concatenate([[True], np.diff(times.product[order]) > 0])]
     return times.us[first] / _fastest(times)[times.product[first]], times.tile[first]

@@ -75,8 +75,8 @@ def forced_call(product: Product, tile: Any, a: Any, b: Any, out: Any) -> Callab
 def seen(
     product: Product, matrices: Iterable[tuple[Any, Any, Any]], accumulate: bool = False
 ) -> tuple[Any, list[tuple[Any, Any, Any]]]:
-    """The problem of several sets of a, b and out, and detkern's views of each. Raises ValueError where the sets do not lie in
-    memory alike.
+    """The problem of several sets of a, b and out, and detkern's views of each. Raises ValueError where the sets do not
+    lie in memory alike.
 
     accumulate: to what is in `out`, which is float32 then.
     """

@@ -1,19 +1,20 @@
 """detkern's GEMM against its peers on the layers of shapes.toml: `python -m benchmarks.gemm`.
 
-Needs a CUDA device, PyTorch and CuPy; `detkern build cuda` before it keeps the compiler out of it. For each row the peers'
-calls are captured in CUDA graphs over sets of random operands that together pass twice the L2 cache, and the graphs are
-replayed in turn (detkern/measure/timing.py). Every result is spoilt beforehand and looked at afterwards. A row's `ratio` is the
-median over the turns of detkern's time over that of cuBLAS in the same turn; times are medians in µs.
+Needs a CUDA device, PyTorch and CuPy; `detkern build cuda` before it keeps the compiler out of it. For each row the
+peers' calls are captured in CUDA graphs over sets of random operands that together pass twice the L2 cache, and the
+graphs are replayed in turn (detkern/measure/timing.py). Every result is spoilt beforehand and looked at afterwards. A
+row's `ratio` is the median over the turns of detkern's time over that of cuBLAS in the same turn; times are medians in
+µs.
 
 A run need not measure everything: --shapes, --m and --what choose rows, --seconds ends it in time, and the rows of an
-earlier record of the same GPU, driver, packages and sources stay, each with its date; --missing measures what is left. The
-record is <DIR or benchmarks/results/<gpu>>/gemm.json, with tables and plots beside it (benchmarks/gemm_report.py).
---check-bits compares bits instead of timing (benchmarks/gemm_bits.py) and writes gemm-bits.json. --drawn measures products
-drawn from the layers of models.toml (benchmarks/drawn_run.py) and writes gemm-drawn.json, with --again gemm-drawn-again.json,
-with --check-bits gemm-drawn-bits.json (benchmarks/drawn_bits.py).
+earlier record of the same GPU, driver, packages and sources stay, each with its date; --missing measures what is left.
+The record is <DIR or benchmarks/results/<gpu>>/gemm.json, with tables and plots beside it (benchmarks/gemm_report.py).
+--check-bits compares bits instead of timing (benchmarks/gemm_bits.py) and writes gemm-bits.json. --drawn measures
+products drawn from the layers of models.toml (benchmarks/drawn_run.py) and writes gemm-drawn.json, with --again
+gemm-drawn-again.json, with --check-bits gemm-drawn-bits.json (benchmarks/drawn_bits.py).
 
-Ends with status 1 unless every target is met over all of shapes.toml (with --check-bits: unless no bit differs; with --drawn:
-over all that was drawn).
+Ends with status 1 unless every target is met over all of shapes.toml (with --check-bits: unless no bit differs; with
+--drawn: over all that was drawn).
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ OTHER_PEERS = tuple(name for name in peers.NAMES if name not in ("detkern", "cub
 # Those that time many algorithms for each product, or compile for it, only where they are asked for.
 DEFAULT_PEERS = tuple(name for name in OTHER_PEERS if name not in ("cublaslt", "vllm_triton"))
 
-# How far a peer's result may be from cuBLAS's, as a norm over its first rows: whether it computed the same product at all.
-# The rounded nodes of a tree are what needs most of it.
+# How far a peer's result may be from cuBLAS's, as a norm over its first rows: whether it computed the same product at
+# all. The rounded nodes of a tree are what needs most of it.
 COMPARED_ROWS = 256
 
 
 def measure(device: Any, product: Product, operands: Operands, compared: Iterable[peers.Peer]) -> dict[str, Any]:
-    """The row of a product. A peer that does not serve it, or not rightly, is named in the row's `refused`; a wrong result
-    of detkern or cuBLAS makes the row an `error`, without times."""
+    """The row of a product. A peer that does not serve it, or not rightly, is named in the row's `refused`; a wrong
+    result of detkern or cuBLAS makes the row an `error`, without times."""
     import torch
 
     rotating = [operands.rotating(product, name) for name in (*product.operands, "out")]
@@ -124,8 +125,8 @@ def sweep(
     done: Callable[[list[dict[str, Any]]], None],
     deadline: float,
 ) -> int:
-    """Measure the products of one layer after the other. Returns how many were left when the deadline (of time.monotonic)
-    had passed.
+    """Measure the products of one layer after the other. Returns how many were left when the deadline (of
+    time.monotonic) had passed.
 
     done: gets the rows of each layer as they are there.
     """
@@ -177,7 +178,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         type=_list,
-        help=f"beside cublas: of {','.join(OTHER_PEERS)} (default: of {','.join(DEFAULT_PEERS)} those that are installed; "
+        help=f"beside cublas: of {','.join(OTHER_PEERS)} (default: of {','.join(DEFAULT_PEERS)} those that are "
+        f"installed; "
         "with --drawn none)",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so many seconds")
@@ -185,7 +187,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--check-bits", action="store_true", help="compare bits with the general kernels instead")
     parser.add_argument(
         "--drawn", nargs="?", const="new", metavar="SEED",
-        help="measure products drawn by this seed; without one by that of a record that is not complete, else by a new one",
+        help="measure products drawn by this seed; without one by that of a record that is not complete, else by a new "
+        "one",
     )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="with --drawn: the second record, gemm-drawn-again.json")
     parser.add_argument("--count", type=int, help="with --drawn: how many products (default 4000)")

@@ -2,8 +2,9 @@
 
 For every layer of shapes.toml and every M, forward under `mma16` and `tree-mma16` and both gradients: the result of
 `detkern.gemm` against that of a tile of the general kernel, forced; and against the first rows of the product of the
-largest M, which they must be; and 64 random rows (of that product; for the gradient of w, of each) against the CPU replay. Compared on the device as integers; both results are spoilt beforehand with different
-patterns, so that an element which neither kernel writes differs too. The record is gemm-bits.json.
+largest M, which they must be; and 64 random rows (of that product; for the gradient of w, of each) against the CPU
+replay. Compared on the device as integers; both results are spoilt beforehand with different patterns, so that an
+element which neither kernel writes differs too. The record is gemm-bits.json.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def run_general(product: Product, a: Any, b: Any, out: Any) -> str:
 
 
 def differing_from_replay(product: Product, a: Any, b: Any, bits: Any) -> int:
-    """Elements of 64 random rows of the result (all rows of fewer) whose bits are not the CPU replay's. bits: as int16."""
+    """Elements of 64 random rows of the result (all rows of fewer) whose bits are not the CPU replay's.
+    bits: as int16."""
     import torch
 
     import detkern
@@ -72,7 +74,8 @@ def compare(
         return bits
 
     ordered = sorted(products, key=lambda product: product.m)
-    # x and dc of a smaller M are the first rows of those of the largest. For the gradient of w, M is what is summed over.
+    # x and dc of a smaller M are the first rows of those of the largest. For the gradient of w, M is what is summed
+    # over.
     by_rows = ordered[-1].op != "db"
     largest = computed(ordered[-1]).clone() if by_rows else None
     rows = []
@@ -133,7 +136,8 @@ def run(arguments: argparse.Namespace, gpu: str, driver: str, more: dict[str, st
         )  # fmt: skip
         print(f"{layer.name}: compared", flush=True)
     different = [key(row) for row in rows if differs(row)]
-    print(f"{compared:,} elements compared in {time.monotonic() - begin:.0f} s, {left} products left; {len(different)} of "
-          f"{len(rows)} rows differ")  # fmt: skip
+    seconds = time.monotonic() - begin
+    print(f"{compared:,} elements compared in {seconds:.0f} s, {left} products left; "
+          f"{len(different)} of {len(rows)} rows differ")  # fmt: skip
     print(path)
     return int(bool(different or left))

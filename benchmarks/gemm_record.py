@@ -1,5 +1,5 @@
-"""What a record of products holds: the sources that it depends on, how its rows are told apart and merged, and how far a result
-may be off."""
+"""What a record of products holds: the sources that it depends on, how its rows are told apart and merged, and how far
+a result may be off."""
 
 from __future__ import annotations
 

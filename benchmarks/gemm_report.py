@@ -190,10 +190,14 @@ def markdown(record: dict[str, Any], all_shapes: shapes.Shapes) -> str:
     lines = [
         f"# GEMM on {record['gpu']}",
         "",
-        f"Driver {record['driver']}; {versions}. Measured {' and '.join(dict.fromkeys(dates[:1] + dates[-1:]))}; `{record['command']}`.",
-        "Written by `python -m benchmarks.gemm_report` from gemm.json. x[M, K] @ w[N, K].T (forward), dc @ w (da) and dc.T @ x (db),",
-        "inside CUDA graphs, random operands rotating past twice the L2, peers in turn. Times are medians in µs; a ratio is the median",
-        "over turns of detkern's time over cuBLAS's in the same turn. Reference line: the larger of bytes at 4.3 TB/s and operations at",
+        (f"Driver {record['driver']}; {versions}. Measured {' and '.join(dict.fromkeys(dates[:1] + dates[-1:]))}; "
+        f"`{record['command']}`."),
+        ("Written by `python -m benchmarks.gemm_report` from gemm.json. x[M, K] @ w[N, K].T (forward), dc @ w (da) and "
+        "dc.T @ x (db),"),
+        ("inside CUDA graphs, random operands rotating past twice the L2, peers in turn. Times are medians in µs; a "
+        "ratio is the median"),
+        ("over turns of detkern's time over cuBLAS's in the same turn. Reference line: the larger of bytes at 4.3 TB/s "
+        "and operations at"),
         "790 TFLOP/s. Means of the first table are of ratios, those of the second of quotients of medians.",
         "",
         *_targets(evaluate(rows, all_shapes)),
@@ -232,8 +236,8 @@ def markdown(record: dict[str, Any], all_shapes: shapes.Shapes) -> str:
 
 
 def plots(record: dict[str, Any], all_shapes: shapes.Shapes, folder: Path) -> list[Path]:
-    """Time over cuBLAS against M, a line a shape (gemm-forward.png); means of the peers (gemm-peers.png); gradients and tree
-    by shape (gemm-training.png). Those without rows are left out."""
+    """Time over cuBLAS against M, a line a shape (gemm-forward.png); means of the peers (gemm-peers.png); gradients and
+    tree by shape (gemm-training.png). Those without rows are left out."""
     from matplotlib.figure import Figure
 
     rows: list[Row] = record["rows"]

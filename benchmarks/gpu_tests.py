@@ -1,10 +1,10 @@
 """The GPU tests and the sanitizers on this GPU, recorded: `python -m benchmarks.gpu_tests [--output DIR] [--parts …]`.
 
-Parts: `compile` puts every kernel into the cache with all cores; `tests` runs `pytest -m gpu`; `memcheck`, `racecheck`, `initcheck`
-and `synccheck` run compute-sanitizer over the tests marked `sanitizer`; `golden` records tests/golden's digests (into DIR, if
-given). Writes <DIR or benchmarks/results/<gpu>>/gpu-tests.json, one row a part, and with --output all parts' output beside it;
-rows of parts that are not run stay from the recorded run while the sources are the same. Ends with status 1 if anything
-failed.
+Parts: `compile` puts every kernel into the cache with all cores; `tests` runs `pytest -m gpu`; `memcheck`, `racecheck`,
+`initcheck` and `synccheck` run compute-sanitizer over the tests marked `sanitizer`; `golden` records tests/golden's
+digests (into DIR, if given). Writes <DIR or benchmarks/results/<gpu>>/gpu-tests.json, one row a part, and with --output
+all parts' output beside it; rows of parts that are not run stay from the recorded run while the sources are the same.
+Ends with status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def compile_part(logs: Path, limit: float) -> dict[str, Any]:
 
 
 def tests_part(logs: Path, limit: float, select: str | None, processes: int) -> dict[str, Any]:
-    """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it; in several processes by pytest-xdist."""
+    """`pytest -m gpu`, the whole suite or what `select` (pytest's -k) leaves of it; in several processes by
+    pytest-xdist."""
     junit = logs / "tests.xml"
     # By name, so that tests of other things need not be importable here.
     files = [
@@ -129,8 +130,8 @@ def sanitizer_part(tool: str, logs: Path, limit: float) -> dict[str, Any]:
     junit = logs / f"{tool}.xml"
     command = [program, "--tool", tool, "--error-exitcode", str(_ERROR), "--print-limit", "50"]
     if tool == "memcheck":
-        # cuda-bindings asks the driver for all functions it knows of, and an older driver refuses the newest. What detkern
-        # itself calls raises where it fails.
+        # cuda-bindings asks the driver for all functions it knows of, and an older driver refuses the newest. What
+        # detkern itself calls raises where it fails.
         command += ["--report-api-errors", "no"]
     command += _pytest("sanitizer", junit, "tests/package/cu/test_cu_gpu_sanitizer.py")
     try:

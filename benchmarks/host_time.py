@@ -1,13 +1,14 @@
 """Host time of a number of rows that was never seen: `python -m benchmarks.host_time [--output DIR]`.
 
-A server's batches have another M at nearly every call, so what a call costs the first time is what it costs. µs that the
-calling thread spends on each of 4,096 calls, every M from 1 to 4,096 once, in random order, without a synchronisation between
-them: of detkern.linear on CuPy and PyTorch tensors, detkern.torch.linear without gradients and PyTorch's own; then the same
-calls again in another order. Each path has a layer of its own, since plans are shared. Kernels are small, so that the GPU never
-holds the host up. The collector of garbage is off, as in timeit. What is loaded in the middle shows in `max_us` and `loads`.
+A server's batches have another M at nearly every call, so what a call costs the first time is what it costs. µs that
+the calling thread spends on each of 4,096 calls, every M from 1 to 4,096 once, in random order, without a
+synchronisation between them: of detkern.linear on CuPy and PyTorch tensors, detkern.torch.linear without gradients and
+PyTorch's own; then the same calls again in another order. Each path has a layer of its own, since plans are shared.
+Kernels are small, so that the GPU never holds the host up. The collector of garbage is off, as in timeit. What is
+loaded in the middle shows in `max_us` and `loads`.
 
-Where this version of detkern has `preload`, it is called first, without arguments. Needs a CUDA device, PyTorch and CuPy: ends
-with status 2 and a sentence where they are missing, with 1 if a target is missed. Writes <DIR or
+Where this version of detkern has `preload`, it is called first, without arguments. Needs a CUDA device, PyTorch and
+CuPy: ends with status 2 and a sentence where they are missing, with 1 if a target is missed. Writes <DIR or
 benchmarks/results/<gpu>>/host-time.json.
 """
 
@@ -74,8 +75,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of a path: its inputs in random order, then again in another.
 
-    inputs: one for each M. judged: whether the targets are for it. finish: waits for the device; it is called before and
-    after, never between.
+    inputs: one for each M. judged: whether the targets are for it. finish: waits for the device; it is called before
+    and after, never between.
     """
     rows = []
     for which, seed in (("never seen", SEED), ("again", SEED + 1)):
@@ -122,7 +123,8 @@ def sources() -> list[Path]:
     """What host time depends on."""
     package = records.ROOT / "detkern"
     return sorted(
-        [*package.glob("*.py"), *package.glob("torch/**/*.py"), *package.glob("tensors/*.py"), *package.glob("dispatch/*.py"),
+        [*package.glob("*.py"), *package.glob("torch/**/*.py"), *package.glob("tensors/*.py"),
+            *package.glob("dispatch/*.py"),
          *package.glob("operations/**/*.py"), *package.glob("cu/*.py")]
     )  # fmt: skip
 

@@ -12,7 +12,8 @@ __all__ = ["LARGE", "MODELS", "SMALL", "attend", "cache_argument", "leave_if_mis
 
 MODELS = ("llama", "qwen3")  # Qwen3 also normalises queries and keys
 LARGE = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 SMALL = {

@@ -1,9 +1,9 @@
 """Whether two commits compile to the same kernels: `python -m benchmarks.machine_code COMMIT`.
 
-Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a: the smallest and the largest tile
-of each kernel and pair of load paths, and a seeded sample of the others. What is compared is instructions, their constants,
-shared memory and registers. --all compares every build, by its PTX first, but for the constants of the source that no
-instruction reads: ptxas is a function of it, so equal PTX is equal machine code. Needs no GPU.
+Compares the working tree with COMMIT, on builds of the same file, macros and name, for sm_90a: the smallest and the
+largest tile of each kernel and pair of load paths, and a seeded sample of the others. What is compared is instructions,
+their constants, shared memory and registers. --all compares every build, by its PTX first, but for the constants of the
+source that no instruction reads: ptxas is a function of it, so equal PTX is equal machine code. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import hashlib
 import io
 import json
@@ -33,7 +32,8 @@ __all__ = ["compare", "instructions", "machine_code", "sections"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PTX, CUBIN = "compute_90a", "sm_90a"
-# Of a kernel: its instructions, their parameters and constants, its shared memory. What else a cubin has numbers its symbols.
+# Of a kernel: its instructions, their parameters and constants, its shared memory. What else a cubin has numbers its
+# symbols.
 _CODE = (".text.", ".nv.constant0.", ".nv.constant2.", ".nv.constant3", ".nv.shared.")
 _REGISTERS = 24  # the bit of a .text section's `info` from which on it is the number of a thread's registers
 
@@ -58,7 +58,8 @@ def machine_code(image: bytes) -> bytes:
 
 
 def instructions(ptx: bytes) -> bytes:
-    """PTX without the constants of the source that nothing in it reads, which NVRTC lists in the order of their definition."""
+    """PTX without the constants of the source that nothing in it reads, which NVRTC lists in the order of their
+    definition."""
     named = re.compile(rb"^\.global .*?([\w$]+)(?:\[\d*\])?(?: = .*)?;$")
     lines = ptx.splitlines()
     used = collections.Counter(re.findall(rb"[\w$]+", ptx))
@@ -74,14 +75,15 @@ def _digest(build: Any, architecture: str) -> str:
 
 def every_build() -> dict[str, Any]:
     """The builds of this process's detkern for compute capability 9.0, by what they are compiled with."""
-    from detkern.cu import ahead, column_sum, rows
-    from detkern.cu.backend import offered
+    from detkern.cu import ahead, backend
 
-    found = ahead.builds(offered((9, 0)), (9, 0)) + column_sum.builds() + rows.builds((9, 0))
-    with contextlib.suppress(ImportError):  # an older commit has none
-        from detkern.cu import scatter_sum
+    found = ahead.builds(backend.offered((9, 0)), (9, 0))
+    if hasattr(backend.BACKEND, "other_builds"):
+        found += backend.BACKEND.other_builds((9, 0))
+    else:  # an older commit
+        from detkern.cu import column_sum, rows, scatter_sum
 
-        found += scatter_sum.builds()
+        found += column_sum.builds() + rows.builds((9, 0)) + scatter_sum.builds()
     return {str(build): build for build in found}
 
 
@@ -147,8 +149,8 @@ def names(tree: Path) -> list[str]:
 
 
 def compare(old: Path, new: Path, sample: int | None, processes: int, source: str = "") -> dict[str, Any]:
-    """What is the same in two trees: {"builds", "only_old", "only_new", "compared", "changed"}, the last one those whose machine
-    code came out different.
+    """What is the same in two trees: {"builds", "only_old", "only_new", "compared", "changed"}, the last one those
+    whose machine code came out different.
 
     sample: see `sampled`; None: all of them. source: what a build's kernel file begins with.
     """
@@ -201,7 +203,8 @@ def main() -> int:
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{found['builds']} builds: of {found['compared']} the machine code was compared and {len(found['changed'])} differ; "
+        f"{found['builds']} builds: of {found['compared']} the machine code was compared and {len(found['changed'])} "
+        f"differ; "
         f"{len(found['only_old'])} only in {commit[:9]}, {len(found['only_new'])} only here"
     )
     for name in found["changed"]:

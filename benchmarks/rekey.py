@@ -1,8 +1,9 @@
-"""Records whose kernels were moved and not changed: `python -m benchmarks.rekey FILE`, of `benchmarks.machine_code --output`.
+"""Records whose kernels were moved and not changed: `python -m benchmarks.rekey FILE`, of
+`benchmarks.machine_code --output`.
 
-A record names its sources by path and SHA-256. Where every build has the machine code that it had at the file's commit, a
-record that was made with the kernel sources of that commit holds for those of the working tree: it gets their paths and
-digests, and keeps the rest. A source that had changed before stays as it was recorded, and the record out of date.
+A record names its sources by path and SHA-256. Where every build has the machine code that it had at the file's commit,
+a record that was made with the kernel sources of that commit holds for those of the working tree: it gets their paths
+and digests, and keeps the rest. A source that had changed before stays as it was recorded, and the record out of date.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _kernel_sources(paths: list[str]) -> list[str]:
 
 
 def rekeyed(sources: dict[str, str], before: dict[str, str]) -> dict[str, str] | None:
-    """A record's sources with the working tree's of the same kernels, or None where it was made with others than `before`'s.
+    """A record's sources with the working tree's of the same kernels, or None where it was made with others than
+    `before`'s.
 
     before: path -> SHA-256 of the kernel sources at the commit.
     """

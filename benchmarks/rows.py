@@ -1,10 +1,11 @@
 """The row operations against PyTorch's on this GPU: `python -m benchmarks.rows [--output DIR] [--operations NAME,…]`.
 
-Needs a CUDA device, PyTorch and CuPy. Each row's calls run inside CUDA graphs, over sets of random operands that together pass
-twice the L2 cache, detkern and PyTorch in turn; times are medians over the turns, in µs a call. Both write into given outputs.
-PyTorch's `mean_square` is two kernels, square and mean; the gradients of sums are its broadcasting kernels. `bytes_us` is what
-reading every operand and writing every result once takes at the device's bandwidth, measured here by a copy. Writes <DIR or
-benchmarks/results/<gpu>>/rows.json and ends with status 1 if a target is missed.
+Needs a CUDA device, PyTorch and CuPy. Each row's calls run inside CUDA graphs, over sets of random operands that
+together pass twice the L2 cache, detkern and PyTorch in turn; times are medians over the turns, in µs a call. Both
+write into given outputs. PyTorch's `mean_square` is two kernels, square and mean; the gradients of sums are its
+broadcasting kernels. `bytes_us` is what reading every operand and writing every result once takes at the device's
+bandwidth, measured here by a copy. Writes <DIR or benchmarks/results/<gpu>>/rows.json and ends with status 1 if a
+target is missed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""How accurate the row operations are, beside PyTorch's on this CPU: `python -m benchmarks.rows_accuracy [--output DIR]`.
+"""How accurate the row operations are, beside PyTorch's on this CPU:
+`python -m benchmarks.rows_accuracy [--output DIR]`.
 
-Root mean square errors against float64, each relative to its result, of normal numbers (of their magnitudes for `sum` and `mean`,
-which otherwise cancel). The bits of a row operation are the same on every backend, so these are every device's. PyTorch squares
-in the operand's type, so its mean square is given binary32. Writes <DIR or benchmarks/results/cpu-<model>>/rows-accuracy.json and
-ends with status 1 where an error is above PyTorch's by more than 2 %, which the choice of operands makes of equal ones.
+Root mean square errors against float64, each relative to its result, of normal numbers (of their magnitudes for `sum`
+and `mean`, which otherwise cancel). The bits of a row operation are the same on every backend, so these are every
+device's. PyTorch squares in the operand's type, so its mean square is given binary32. Writes <DIR or
+benchmarks/results/cpu-<model>>/rows-accuracy.json and ends with status 1 where an error is above PyTorch's by more than
+2 %, which the choice of operands makes of equal ones.
 """
 
 from __future__ import annotations

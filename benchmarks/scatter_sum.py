@@ -1,10 +1,12 @@
-"""The gradient of an embedding's weight against PyTorch's on this GPU: `python -m benchmarks.scatter_sum [--output DIR]`.
+"""The gradient of an embedding's weight against PyTorch's on this GPU:
+`python -m benchmarks.scatter_sum [--output DIR]`.
 
-Needs a CUDA device, PyTorch and CuPy. Each row's calls run inside CUDA graphs, detkern and PyTorch in turn, over sets of random
-operands that together pass twice the L2 cache; times are medians over the turns, in µs a call. `gradient`: the whole weight's,
-`torch.ops.aten.embedding_dense_backward` beside it. `main_grad`: added to a float32 accumulator, `index_add_` of the gradients as
-float32 beside it, whose bits PyTorch does not fix. Tokens are uniform, by Zipf's law with exponent 1.2, one in half of all places,
-or one everywhere. Writes <DIR or benchmarks/results/<gpu>>/scatter-sum.json and ends with status 1 if a target is missed.
+Needs a CUDA device, PyTorch and CuPy. Each row's calls run inside CUDA graphs, detkern and PyTorch in turn, over sets
+of random operands that together pass twice the L2 cache; times are medians over the turns, in µs a call. `gradient`:
+the whole weight's, `torch.ops.aten.embedding_dense_backward` beside it. `main_grad`: added to a float32 accumulator,
+`index_add_` of the gradients as float32 beside it, whose bits PyTorch does not fix. Tokens are uniform, by Zipf's law
+with exponent 1.2, one in half of all places, or one everywhere. Writes <DIR or
+benchmarks/results/<gpu>>/scatter-sum.json and ends with status 1 if a target is missed.
 """
 
 from __future__ import annotations

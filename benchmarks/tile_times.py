@@ -1,8 +1,9 @@
-"""How long each tile of the tables takes for a drawn product: the regret of a choice, and what a model of the time is fitted on.
+"""How long each tile of the tables takes for a drawn product: the regret of a choice, and what a model of the time is
+fitted on.
 
-Timing every tile of the table well would take seconds a product. So tiles that the tables predict to take more than WITHIN
-times the least are left out (but for the one that detkern chooses), the rest are timed roughly, and those that came close to
-the fastest are timed in turn as detkern/measure/timing.py does.
+Timing every tile of the table well would take seconds a product. So tiles that the tables predict to take more than
+WITHIN times the least are left out (but for the one that detkern chooses), the rest are timed roughly, and those that
+came close to the fastest are timed in turn as detkern/measure/timing.py does.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ LAST, LAST_TURNS, LAST_TURN_US = 3, 9, 1500.0  # the fastest that a choice is co
 
 @dataclass(frozen=True)
 class TileTimes:
-    """µs by tile label. chosen: the label of detkern's choice. us: of the tiles that were timed in turn. rough: of all that
-    were timed. considered: how many tiles can compute the product."""
+    """µs by tile label. chosen: the label of detkern's choice. us: of the tiles that were timed in turn. rough: of all
+    that were timed. considered: how many tiles can compute the product."""
 
     chosen: str
     us: dict[str, float]
@@ -42,8 +43,8 @@ class TileTimes:
 def considered(
     problem: Any, capability: tuple[int, int], multiprocessors: int, within: float = WITHIN
 ) -> tuple[Any, list[Any], int]:
-    """detkern's choice; the tiles that are timed, that one among them, those that are predicted to be fastest first; and how
-    many tiles can compute the problem."""
+    """detkern's choice; the tiles that are timed, that one among them, those that are predicted to be fastest first;
+    and how many tiles can compute the problem."""
     from detkern.cu import geometry, tile_choice
 
     chosen = tile_choice.choose(problem, capability, multiprocessors).tile
@@ -87,8 +88,8 @@ def _medians(device: Any, captured: Mapping[str, timing.Captured], turns: int, t
 def regret(device: Any, times: TileTimes, captured: Mapping[str, timing.Captured]) -> tuple[float, str]:
     """The chosen tile's time over the best one's, and which that is.
 
-    The least of many medians is the luckiest one too. So the fastest few are timed once more, with the chosen one, and these
-    times decide.
+    The least of many medians is the luckiest one too. So the fastest few are timed once more, with the chosen one, and
+    these times decide.
     """
     fastest = sorted(times.us, key=lambda name: times.us[name])[:LAST]
     again = {name: captured[name] for name in dict.fromkeys((*fastest, times.chosen))}

@@ -1,8 +1,9 @@
-"""Host time of detkern.torch.linear beside torch.nn.functional.linear's: `python -m benchmarks.torch_linear [--output DIR]`.
+"""Host time of detkern.torch.linear beside torch.nn.functional.linear's:
+`python -m benchmarks.torch_linear [--output DIR]`.
 
-Needs a CUDA device, PyTorch and CuPy. µs that the calling thread spends on a call whose kernels are small, so that the GPU
-never holds it up: the median over turns of 200 calls, the two libraries in turn. `--cpu` times CPU tensors, where the calls
-compute as well, and records nothing. Rows named "part" say where detkern's time goes. Writes <DIR or
+Needs a CUDA device, PyTorch and CuPy. µs that the calling thread spends on a call whose kernels are small, so that the
+GPU never holds it up: the median over turns of 200 calls, the two libraries in turn. `--cpu` times CPU tensors, where
+the calls compute as well, and records nothing. Rows named "part" say where detkern's time goes. Writes <DIR or
 benchmarks/results/<gpu>>/torch-linear.json and ends with status 1 if a target is missed.
 """
 
@@ -98,7 +99,8 @@ def linear_rows(device: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "host": name, "m": ROWS, "n": OUT, "k": IN, "type": "bfloat16", "detkern_us": round(ours, 2),
-                "torch_us": round(theirs, 2), "ratio": round(ours / theirs, 3), "target": LIMIT, "met": ours / theirs <= LIMIT,
+                "torch_us": round(theirs, 2), "ratio": round(ours / theirs, 3), "target": LIMIT,
+                "met": ours / theirs <= LIMIT,
             }
         )  # fmt: skip
         _show(rows[-1])
@@ -107,7 +109,8 @@ def linear_rows(device: str) -> list[dict[str, Any]]:
     converted = dt.Linear.from_torch(plain)
     found = medians({"torch": lambda: plain(x), "detkern": lambda: converted(x)}, device, ("torch", "detkern"))
     rows.append(
-        {"host": "Linear, grad, forward", "detkern_us": round(found["detkern"], 2), "torch_us": round(found["torch"], 2),
+        {"host": "Linear, grad, forward", "detkern_us": round(found["detkern"], 2),
+            "torch_us": round(found["torch"], 2),
          "ratio": round(found["detkern"] / found["torch"], 3)}
     )  # fmt: skip
     _show(rows[-1])
@@ -183,7 +186,8 @@ def sources() -> list[Path]:
     package = records.ROOT / "detkern"
     return sorted(
         [*package.glob("torch/**/*.py"), package / "tensors/torch.py", *package.glob("dispatch/*.py"),
-         *package.glob("operations/*/checks.py"), package / "api.py", package / "cu/launch.py", package / "cu/extended_launch.py"]
+         *package.glob("operations/*/checks.py"), package / "api.py", package / "cu/launch.py",
+         package / "cu/extended_launch.py"]
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""A training step of Llama and Qwen3 with and without batch_invariant_mode: `python -m benchmarks.train_step [--output DIR]`.
+"""A training step of Llama and Qwen3 with and without batch_invariant_mode:
+`python -m benchmarks.train_step [--output DIR]`.
 
-Eight layers, 4096 wide, 14,336 in the MLP, 32 heads of queries and 8 of keys, a vocabulary of 128,256, 4 × 1,024 tokens, bfloat16,
-random weights. A step is forward, loss and backward, without the optimizer. The variants are taken in turn in one process:
+Eight layers, 4096 wide, 14,336 in the MLP, 32 heads of queries and 8 of keys, a vocabulary of 128,256, 4 × 1,024
+tokens, bfloat16, random weights. A step is forward, loss and backward, without the optimizer. The variants are taken in
+turn in one process:
 
     fused attention        PyTorch's scaled_dot_product_attention
     eager attention        Hugging Face's attention out of products and softmax: the peer
@@ -9,11 +11,13 @@ random weights. A step is forward, loss and backward, without the optimizer. The
     eager, float32 grads   every gradient added to a float32 tensor as it comes: the peer of
     mode, main_grad        convert(model, accumulate=True) under the mode
 
-A row has the median ms on the device (events around a step), the peak of allocated memory, and the kernels that take most of
-a step, by name, with their ms and their number. The other rows compare: at most 1.05 of the peer's time and memory.
+A row has the median ms on the device (events around a step), the peak of allocated memory, and the kernels that take
+most of a step, by name, with their ms and their number. The other rows compare: at most 1.05 of the peer's time and
+memory.
 
-Needs a CUDA device, PyTorch, CuPy and transformers: ends with status 2 and a sentence where they are missing, with 1 if a target is
-missed. `--cpu` runs tiny models on the CPU and records nothing. Writes <DIR or benchmarks/results/<gpu>>/train-step.json.
+Needs a CUDA device, PyTorch, CuPy and transformers: ends with status 2 and a sentence where they are missing, with 1 if
+a target is missed. `--cpu` runs tiny models on the CPU and records nothing. Writes <DIR or
+benchmarks/results/<gpu>>/train-step.json.
 """
 
 from __future__ import annotations
@@ -150,7 +154,8 @@ def measure(
             found = kernels(one.step, device)
         rows.append(
             {
-                "model": name, "variant": variant, "tokens": ids.numel(), "type": "bfloat16", "ms": 0.0, "peak_mb": peak >> 20,
+                "model": name, "variant": variant, "tokens": ids.numel(), "type": "bfloat16", "ms": 0.0,
+                "peak_mb": peak >> 20,
                 "busy_ms": round(sum(kernel["ms"] for kernel in found), 3),
                 "launches": sum(kernel["count"] for kernel in found), "kernels": found,
             }
@@ -169,7 +174,8 @@ def measure(
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each variant that has a peer among the rows: time and memory over the peer's, and whether both are in the limit."""
+    """Of each variant that has a peer among the rows: time and memory over the peer's, and whether both are in the
+    limit."""
     by_name = {row["variant"]: row for row in rows}
     found = []
     for variant, peer in PEERS.items():

@@ -1,10 +1,10 @@
 """The Triton backend against cuBLAS on this GPU: `python -m benchmarks.triton_gemm [--output DIR] [--tiles]`.
 
-The five standard projections x[M, K] @ w at M = 4096, bf16, `mma16`, the weight as [N, K] (a linear layer's) and as [K, N];
-`fma`, `tree` and `tree-mma16` at one size. Triton, cuBLAS and the CUDA backend take turns inside CUDA graphs, over sets of
-random operands that together pass twice the L2 cache; times are medians in µs. The bits of Triton and of the CUDA backend are
-compared too. `--tiles` also times other tiles, which is how the pinned ones were chosen. Writes <DIR or
-benchmarks/results/<gpu>>/triton-gemm.json and ends with status 1 where a target is missed or a bit differs.
+The five standard projections x[M, K] @ w at M = 4096, bf16, `mma16`, the weight as [N, K] (a linear layer's) and as [K,
+N]; `fma`, `tree` and `tree-mma16` at one size. Triton, cuBLAS and the CUDA backend take turns inside CUDA graphs, over
+sets of random operands that together pass twice the L2 cache; times are medians in µs. The bits of Triton and of the
+CUDA backend are compared too. `--tiles` also times other tiles, which is how the pinned ones were chosen. Writes <DIR
+or benchmarks/results/<gpu>>/triton-gemm.json and ends with status 1 where a target is missed or a bit differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Choose the tiles of the tensor-core contracts on this GPU: `python -m benchmarks.tune [--seconds N] [--candidates N]`,
-or from the logs of runs on several GPUs of one model: `python -m benchmarks.tune --choose LOG LOG`.
+"""Choose the tiles of the tensor-core contracts on this GPU:
+`python -m benchmarks.tune [--seconds N] [--candidates N]`, or from the logs of runs on several GPUs of one model:
+`python -m benchmarks.tune --choose LOG LOG`.
 
-For every layer of shapes.toml at the training m of the tree (and, if asked for, at every m of forward and at the training m
-of both gradients), all tiles, or those that the tables predict to be fastest, are timed in turn as timing.py does, and what was
-fastest is written to detkern/cu/tiles/tuned.json, which detkern/cu/tuned.py reads: data, with the GPU, the date and the
-command. Rows of the file that a run does not measure are kept. On Hopper mma16 does not look here: its tiles are chosen by a
-model that benchmarks/fit.py fits.
+For every layer of shapes.toml at the training m of the tree (and, if asked for, at every m of forward and at the
+training m of both gradients), all tiles, or those that the tables predict to be fastest, are timed in turn as timing.py
+does, and what was fastest is written to detkern/cu/tiles/tuned.json, which detkern/cu/tuned.py reads: data, with the
+GPU, the date and the command. Rows of the file that a run does not measure are kept. On Hopper mma16 does not look
+here: its tiles are chosen by a model that benchmarks/fit.py fits.
 
-GPUs of one model, and runs on one GPU, differ by more than the best tiles do. So a table is best chosen from several logs:
-the tile whose time over the run's fastest is least in the geometric mean over the runs.
+GPUs of one model, and runs on one GPU, differ by more than the best tiles do. So a table is best chosen from several
+logs: the tile whose time over the run's fastest is least in the geometric mean over the runs.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def fastest(device: Any, product: Product, operands: Operands, candidates: int |
 
 
 def least(runs: list[dict[str, float]]) -> str:
-    """The label whose times have the least geometric mean, of those that all runs timed: a run that is slower as a whole
-    weighs no more.
+    """The label whose times have the least geometric mean, of those that all runs timed: a run that is slower as a
+    whole weighs no more.
 
     runs: µs by label of one product in each run. Raises ValueError where no label is in all of them.
     """
@@ -154,7 +155,8 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
                 times = fastest(device, product, operands, arguments.candidates)
                 lines.append(
                     {
-                        "gpu": facts.name, "multiprocessors": facts.multiprocessors, "layer": layer.name, "op": product.op,
+                        "gpu": facts.name, "multiprocessors": facts.multiprocessors, "layer": layer.name,
+                        "op": product.op,
                         "contract": product.contract, "m": product.m, "us": times,
                     }
                 )  # fmt: skip

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .dispatch import registry
 from .dispatch.call import Call, rehearse
 from .dispatch.plan import Planned
@@ -20,6 +18,7 @@ from .operations.bias_gradient.checks import plan_column_sum
 from .operations.block_scaled.checks import plan_block_scaled
 from .operations.gemm.checks import GEMM, LINEAR, Names, plan_product
 from .tensors import dtype_argument
+from .vocabulary.arguments import flag
 from .vocabulary.contracts import get_contract
 from .vocabulary.dtypes import DType
 
@@ -35,7 +34,8 @@ class Explanation:
     """What a call would run; `str()` of it is for people.
 
     backend:       the name of the backend.
-    contract:      the name of the contract, of another operation than a product its own name, or "none" for backend="native".
+    contract:      the name of the contract, of another operation than a product its own name, or "none" for
+                   backend="native".
     kernel, tile, geometry: the kernel, the tile that it computes at once, and the grid and threads that it starts.
     scratch_bytes: scratch memory that it would take from the caller's allocator.
     copies:        one sentence for each operand that would be copied first.
@@ -190,7 +190,7 @@ def gemm_db(
     Raises:
         As `gemm`.
     """
-    if _flag(transposed, "transposed"):
+    if flag(transposed, "transposed"):
         return _product(
             _DB_TRANSPOSED, dc, a, True, False, None, out, out_dtype, accumulate, contract, backend, leader=1
         )
@@ -224,7 +224,7 @@ def bias_gradient(
     (view,) = call.views
     return call.complete(
         plan_column_sum(
-            view, call.out, _result_dtype(out_dtype), _flag(accumulate, "accumulate"), _backend_name(backend)
+            view, call.out, _result_dtype(out_dtype), flag(accumulate, "accumulate"), _backend_name(backend)
         )
     )
 
@@ -233,7 +233,8 @@ def explain(a: Any, b: Any, *operands: Any, **settings: Any) -> Explanation:
     """What `gemm` would do with the same arguments: it runs nothing, copies nothing and raises what `gemm` would
     raise.
 
-    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that follow.
+    Where `a` is a function of detkern's, such as `detkern.rows.softmax`, what that would do with the arguments that
+    follow.
     """
     from .operations.table import operation_of  # where it is asked: no call needs it
 
@@ -294,7 +295,7 @@ def block_scaled_gemm(
         right_scale,
         call.out,
         _result_dtype(out_dtype),
-        _flag(accumulate, "accumulate"),
+        flag(accumulate, "accumulate"),
         _backend_name(backend),
     )
     return call.complete(planned)
@@ -336,23 +337,15 @@ def _plan(
         names,
         left,
         right,
-        _flag(trans_left, "trans_" + names.left),
-        _flag(trans_right, "trans_" + names.right),
+        flag(trans_left, "trans_" + names.left),
+        flag(trans_right, "trans_" + names.right),
         bias,
         call.out,
         _result_dtype(out_dtype),
-        _flag(accumulate, "accumulate"),
+        flag(accumulate, "accumulate"),
         contract,
         _backend_name(backend),
     )
-
-
-def _flag(value: Any, argument: str) -> bool:
-    if value is True or value is False:
-        return bool(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise ArgumentError(f"{argument}={value!r} must be True or False")
 
 
 def _result_dtype(value: Any) -> DType | None:

@@ -113,8 +113,8 @@ def check_environment() -> None:
 _bound: dict[DType, Contract] = {}
 # The same in one string: what caches of calls and torch.compile's guards compare.
 _stated: str = ""
-# Settings whose environment variable is wrong. Raised where they are read, not when detkern is imported, where no caller
-# could catch it and the command line could not say it in a line.
+# Settings whose environment variable is wrong. Raised where they are read, not when detkern is imported, where no
+# caller could catch it and the command line could not say it in a line.
 _refused: dict[str, DetkernError] = {}
 
 

@@ -1,12 +1,12 @@
 """Row operations: sum, mean, mean of squares, softmax and log-softmax over the last dimension, and their gradients.
 
 Sums are aligned sums: terms are cut to multiples of 2^(E - 43), E the exponent of the row's largest term, added exactly
-and rounded once. exp and log are written-out polynomials; docs/contracts.md says what each bit is. So a row's result depends
-on nothing but the row: not on how many others there are, where they lie or what computes them, nor on the order of its
-columns or on zeros (in softmax: masked columns, -inf) anywhere among them.
+and rounded once. exp and log are written-out polynomials; docs/contracts.md says what each bit is. So a row's result
+depends on nothing but the row: not on how many others there are, where they lie or what computes them, nor on the order
+of its columns or on zeros (in softmax: masked columns, -inf) anywhere among them.
 
-All functions take arrays of the frameworks that `detkern.gemm` takes, float32, float16 or bfloat16, with any strides, and
-give an array of the first operand's framework on its device, ordered on the caller's current stream. They record no
+All functions take arrays of the frameworks that `detkern.gemm` takes, float32, float16 or bfloat16, with any strides,
+and give an array of the first operand's framework on its device, ordered on the caller's current stream. They record no
 gradients.
 """
 
@@ -48,7 +48,8 @@ def sum(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None =
 
 
 def mean(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The mean of each row: the sum of `sum` in binary32, divided once by N. NaN where N is 0; infinite where the sum is.
+    """The mean of each row: the sum of `sum` in binary32, divided once by N. NaN where N is 0; infinite where the sum
+    is.
 
     Args, returns, raises: as `sum`.
     """
@@ -56,8 +57,8 @@ def mean(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None 
 
 
 def mean_square(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
-    """The mean of each row's squares, as RMSNorm needs it: the aligned sum of x[j] * x[j], each rounded to binary32, divided
-    once by N. NaN where N is 0.
+    """The mean of each row's squares, as RMSNorm needs it: the aligned sum of x[j] * x[j], each rounded to binary32,
+    divided once by N. NaN where N is 0.
 
     Args, returns, raises: as `sum`.
     """
@@ -67,8 +68,8 @@ def mean_square(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str 
 def softmax(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
     """exp(x - m) / s of each row: m its largest element, s the aligned sum of the exponentials.
 
-    -inf is a masked column: its result is +0 and it changes no bit of the others. A row of nothing but -inf, and one with
-    +inf or NaN, is all NaN.
+    -inf is a masked column: its result is +0 and it changes no bit of the others. A row of nothing but -inf, and one
+    with +inf or NaN, is all NaN.
 
     Args:
         x: [.., N], float32, float16 or bfloat16; any strides.

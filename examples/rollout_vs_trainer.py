@@ -1,8 +1,8 @@
 """A rollout and its trainer compute the same log-probabilities: with PyTorch almost, with detkern exactly.
 
 A causal language model of Hugging Face (Llama and Qwen3, random weights from a configuration; nothing is downloaded)
-writes tokens one at a time with a KV cache, in groups of mixed sizes. The trainer then computes the log-probabilities of
-what was written in one forward over whole sequences, laid out in several ways:
+writes tokens one at a time with a KV cache, in groups of mixed sizes. The trainer then computes the log-probabilities
+of what was written in one forward over whole sequences, laid out in several ways:
 
     right      padded on the right to one length
     left       every sequence starts at some multiple of 16, padding before and after it
@@ -10,7 +10,8 @@ what was written in one forward over whole sequences, laid out in several ways:
     left, any / packed, any     at any offset, with the attention's products by the contract "fma"
 
 Printed for each: the largest difference of a token's log-probability between rollout and trainer, and the mean
-KL divergence of the two distributions, with PyTorch alone and under detkern.torch.batch_invariant_mode, where both are 0.0.
+KL divergence of the two distributions, with PyTorch alone and under detkern.torch.batch_invariant_mode, where both are
+0.0.
 
     pip install ".[examples]"
     python examples/rollout_vs_trainer.py                                   # small, on the CPU
@@ -62,8 +63,8 @@ Sequences = list[torch.Tensor]
 
 @dataclass
 class Layout:
-    """One forward of the trainer: tokens [rows, L], their positions, an additive or a padding mask, and where in it each
-    sequence lies: (row, start)."""
+    """One forward of the trainer: tokens [rows, L], their positions, an additive or a padding mask, and where in it
+    each sequence lies: (row, start)."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -73,8 +74,10 @@ class Layout:
 
 @dataclass
 class Result:
-    """Differences between rollout and trainer. differences: |log p| of each written token, by layout, [sequence, token].
-    gradients: elements of all parameters' gradients that differ from those of the first layout. memory: the most at once."""
+    """Differences between rollout and trainer. differences: |log p| of each written token, by layout, [sequence,
+    token].
+    gradients: elements of all parameters' gradients that differ from those of the first layout. memory: the most at
+    once."""
 
     kl: dict[str, float] = field(default_factory=dict)
     differences: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -261,7 +264,8 @@ def compare(model: Any, start: Sequences, tokens: int, detkern: bool) -> Result:
         p, q = torch.stack(distributions).double(), torch.stack(trained).double()
         written = torch.stack([x[-tokens:] for x in sequences])[..., None]
         result.differences[name] = (p - q).gather(-1, written)[..., 0].abs().cpu()
-        # With p - q of masses that are not quite 1 after rounding: never negative, and 0.0 for equal distributions alone.
+        # With p - q of masses that are not quite 1 after rounding: never negative, and 0.0 for equal distributions
+        # alone.
         result.kl[name] = float((p.exp() * (p - q) - p.exp() + q.exp()).sum(-1).mean())
         if any_offset:
             continue
@@ -358,7 +362,8 @@ def main(
     console = Console(width=120)
     place, large = torch_device(device), device != "cpu"
     sequences, tokens = sequences or (32 if large else 8), tokens or (64 if large else 12)
-    console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device}, {dtype}, {attention}: "
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    console.print(f"{versions}, {device}, {dtype}, {attention}: "
                   f"{sequences} sequences, {tokens} tokens written in each, {layers} layers")  # fmt: skip
     differs = False
     for name in models or MODELS:

@@ -1,7 +1,8 @@
 """A small transformer trained twice from one seed has equal weights; cut into other micro-batches, too.
 
-The model is made of plain modules: embedding, RMSNorm, attention, gated MLP. `detkern.torch.convert` gathers the gradients
-of all parameters over micro-batches in float32, and `batch_invariant_mode` computes attention, norms and loss.
+The model is made of plain modules: embedding, RMSNorm, attention, gated MLP. `detkern.torch.convert` gathers the
+gradients of all parameters over micro-batches in float32, and `batch_invariant_mode` computes attention, norms and
+loss.
 
 1. Two runs from one seed: every weight must have equal bits.
 2. The gradients of one batch, whole and cut into micro-batches: those of every parameter must have equal bits.

@@ -41,7 +41,9 @@ int32_t detkern_scratch(uint32_t operation, const void* d, uint64_t* n) {
 }
 int32_t detkern_device_count(int32_t* n) { *n = 3; return 0; }
 int32_t detkern_get_device(detkern_device* d) { d->units = 7; said = "no such"; return d->index; }
-int32_t detkern_allocate(int32_t device, uint64_t, void** p) { static char at[8]; *p = at; said = "full"; return device; }
+int32_t detkern_allocate(int32_t device, uint64_t, void** p) {
+  static char at[8]; *p = at; said = "full"; return device;
+}
 int32_t detkern_free(int32_t, void*) { return 0; }
 int32_t detkern_copy(int32_t, void*, const void*, uint64_t n, int32_t) { said = "lost"; return (int32_t)n; }
 """

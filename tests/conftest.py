@@ -7,7 +7,8 @@ import os
 from functools import cache
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before PyTorch comes in: threads of OpenMP that wait for one another by spinning take the cores of the other workers.
+    # Before PyTorch comes in: threads of OpenMP that wait for one another by spinning take the cores of the other
+    # workers.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np

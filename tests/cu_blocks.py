@@ -1,5 +1,5 @@
-"""Kernels that take one block of parameters (the column sum and the row operations): its fields as the kernel file lays them
-out, and a driver that writes down what it is asked to launch."""
+"""Kernels that take one block of parameters (the column sum and the row operations): its fields as the kernel file lays
+them out, and a driver that writes down what it is asked to launch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TYPES = {"void*": ("Q", 8), "uint32_t*": ("Q", 8), "int64_t": ("q", 8), "int32_
 
 
 def fields(module: ModuleType, struct: str, source: str | None = None) -> dict[str, tuple[int, str]]:
-    """name -> (offset, struct format) of `struct` in the file of the module's kernel, or another one, laid out as C does; and
-    its size."""
+    """name -> (offset, struct format) of `struct` in the file of the module's kernel, or another one, laid out as C
+    does; and its size."""
     text = re.sub(r"//.*", "", (loader.FOLDER / (source or module.SOURCE)).read_text())
     found_rank = re.search(r"MAX_SUM_RANK = (\d+);", text)
     rank = int(found_rank[1]) if found_rank else 0

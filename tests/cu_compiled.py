@@ -79,7 +79,8 @@ def check_instruction(name: str) -> None:
 
 
 def main_loops(code: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The instructions of each loop over stages, which always has one in flight, and those behind it up to the next one."""
+    """The instructions of each loop over stages, which always has one in flight, and those behind it up to the next
+    one."""
     waits = [match.start() for match in re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", code)]
     jump = re.compile(r"BRA `\((\.L_x_\d+)\)")
     for wait, next_wait in zip(waits, [*waits[1:], len(code)], strict=True):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, column_sum, gemm_tile, geometry, row_sums, rows, scatter_sum, tile_choice
+from detkern.cu import ahead, gemm_tile, geometry, row_sums, rows, tile_choice
+from detkern.cu.backend import BACKEND
 from detkern.cu.device import describe
 from detkern.cu.loader import supported_architectures, target
 from detkern.dispatch.backend import Execution
@@ -34,8 +35,8 @@ PAIRS = [
 PAIR_IDS = [f"{contract}-{dtype.short}" for contract, dtype in PAIRS]
 
 # How a matrix lies in memory: (row stride, column stride, offset of element [0, 0], elements in all) for its shape.
-# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides. There is also "packed",
-# rows without room between them.
+# "rows" and "columns" keep lines at multiples of 16 bytes; the others need the path for any strides. There is also
+# "packed", rows without room between them.
 MODES = ("rows", "columns", "rows-odd", "columns-odd", "reversed", "spread")
 # Modes that the kernels copy in vectors, and the load path of the element-by-element copy.
 FAST = ("rows", "columns")
@@ -138,8 +139,8 @@ def batched(host: np.ndarray, dtype: DType, axes: tuple[int, ...]) -> TensorView
 
 
 def random_bfloat16(memory: Any, seed: int = 0) -> None:
-    """Fill a CuPy array of uint16 with bf16 numbers from 1/2 to 2 of either sign, by a hash of the index: for what is too
-    large to be made on the host."""
+    """Fill a CuPy array of uint16 with bf16 numbers from 1/2 to 2 of either sign, by a hash of the index: for what is
+    too large to be made on the host."""
     import cupy
 
     # Signs and significands from a hash of the index, exponents of numbers near one.
@@ -289,11 +290,6 @@ def compile_row_sums() -> int:
 def compile_all() -> int:
     """Every kernel of the backend, and mma8's, put into the cache with all cores; the number of kernels."""
     capability = describe(0).capability
-    wanted = (
-        ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability)
-        + column_sum.builds()
-        + rows.builds(capability)
-        + scatter_sum.builds()
-    )
+    wanted = ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + BACKEND.other_builds(capability)
     architecture = target(capability, supported_architectures())
     return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))

@@ -1,4 +1,5 @@
-"""A driver that only takes notes, in place of cuda.bindings.driver, for the tests of tensor maps and launches by TMA."""
+"""A driver that only takes notes, in place of cuda.bindings.driver,
+for the tests of tensor maps and launches by TMA."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def laid_out(
     out_dtype: DType = BF16,
     batch: tuple[int, ...] = (),
 ) -> GemmProblem:
-    """a and b for these load paths, lines at multiples of 16 bytes (STRIDED: rows that are not), and a row-major out."""
+    """a and b for these load paths, lines at multiples of 16 bytes (STRIDED: rows that are not),
+    and a row-major out."""
 
     def operand(rows: int, columns: int, by_columns: bool, dtype: DType, padding: int = 0) -> TensorView:
         lines, length = (columns, rows) if by_columns else (rows, columns)

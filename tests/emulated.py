@@ -1,5 +1,5 @@
-"""The NPU kernels' own sources as libraries that run here: compiled for the host against tests/emulation, kept in the cache
-folder by the digest of everything they are made of; and the MUSA one by nvcc, for an NVIDIA GPU."""
+"""The NPU kernels' own sources as libraries that run here: compiled for the host against tests/emulation, kept in the
+cache folder by the digest of everything they are made of; and the MUSA one by nvcc, for an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def recipe(platform: str) -> Recipe:
         sources=(SOURCES[platform],),
         headers=tuple(sorted(headers)),
         flags=(
-            *compiled.recipe().flags, "-O1", "-ftree-vectorize", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
+            *compiled.recipe().flags, "-O1", "-ftree-vectorize", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
+            "-U_FORTIFY_SOURCE",
             f"-I{EMULATION / platform}",
         ),
         link_flags=("-shared",),

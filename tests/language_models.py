@@ -20,7 +20,8 @@ def make_model(name: str, device: str, dtype: Any, attention: str | None = "eage
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }[name]
     chosen = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, **sizes,
     }  # fmt: skip
     torch.manual_seed(0)

@@ -62,7 +62,8 @@ def test_rollout_and_trainer_agree_to_the_bit(
     monkeypatch.setattr(example, "SMALL", SMALL)
     done = CliRunner().invoke(
         example.main,
-        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture", str(tmp_path)],
+        ["--model", model, "--attention", attention, "--sequences", "4", "--tokens", "3", "--layers", "2", "--picture",
+            str(tmp_path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "rollout and trainer agree to the bit" in done.output
@@ -98,6 +99,25 @@ def test_training_twice_and_in_micro_batches(tmp_path: Path) -> None:
     assert "DIFFERS" not in done.output
     assert done.output.count(" equal ") == 13  # parameters
     assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_ratio_of_grpo_is_one(dtype: str) -> None:
+    done = CliRunner().invoke(load("grpo").main, ["--dtype", dtype, "--prompts", "2", "--group", "2", "--tokens", "4"])
+    torch.use_deterministic_algorithms(False)
+    assert done.exit_code == 0, done.output
+    assert "detkern  16 tokens, ratio exactly 1: 16, furthest from 1: 0\n" in done.output
+    assert "21 of 21 parameters have the whole batch's bits" in done.output
+
+
+def test_a_policy_that_has_changed_has_other_ratios() -> None:
+    example = load("grpo")
+    model = example.make_model(torch.device("cpu"), torch.float32)
+    batch = example.rollout(model, [torch.arange(1, 6)], 2, 4)
+    with torch.no_grad():
+        model.lm_head.weight[::2] *= 1.1
+    _, ratios = example.loss_of(model, batch, slice(None), 2)
+    assert (ratios != 1).all()
 
 
 def test_a_width_that_no_head_fits_is_refused() -> None:

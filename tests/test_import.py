@@ -80,8 +80,9 @@ def test_frameworks_may_be_absent() -> None:
 def test_the_public_names() -> None:
     assert sorted(detkern.__all__) == [
         "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",
-        "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain", "gemm",
-        "gemm_da", "gemm_db", "get_op", "linear", "list_ops", "preload", "rows", "scatter_sum",
+        "DeviceError", "Engine", "Explanation", "ShapeError", "__version__", "bias_gradient", "config", "explain",
+        "gemm", "gemm_da", "gemm_db", "get_op", "linear", "linear_logp", "linear_logp_merge", "linear_logp_partial",
+        "list_ops", "preload", "rows", "scatter_sum",
     ]  # fmt: skip
     for name in detkern.__all__:
         assert getattr(detkern, name) is not None
@@ -89,7 +90,7 @@ def test_the_public_names() -> None:
 
 
 def test_every_public_function_is_documented() -> None:
-    for name in ("gemm", "linear", "gemm_da", "gemm_db"):
+    for name in ("gemm", "linear", "gemm_da", "gemm_db", "linear_logp", "linear_logp_partial", "linear_logp_merge"):
         text = getattr(detkern, name).__doc__
         assert "Args:" in text
         assert "Returns:" in text

@@ -1,5 +1,5 @@
-"""What is installed is what lies in the tree: a kernel source that stays behind is missed only after `pip install .`; and the
-source distribution has everything that its own tests read."""
+"""What is installed is what lies in the tree: a kernel source that stays behind is missed only after `pip install .`;
+and the source distribution has everything that its own tests read."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ results on special rows, and accuracy."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +16,7 @@ from frameworks import FRAMEWORKS, bits, framework, from_torch, same, to_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import rational
+from oracles.elementary import exp, log, product, quotient
 
 import detkern
 from detkern import ArgumentError, ContractUnsupported, DTypeError, ShapeError, config, rows
@@ -71,47 +71,7 @@ def replay(kind: RowKind, arrays: list[np.ndarray], width: int, out_dtype: DType
     return result.reshape(lead if kind.reduces else (*lead, width))
 
 
-# ---- the definition in exact rational arithmetic, with the constants of docs/contracts.md -----------------------------
-
-
-def constants(name: str) -> list[float]:
-    row = re.search(rf"^\| {name} \| ([^|]*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert row is not None, name
-    return [float.fromhex(text) for text in row[1].split(", ")]
-
-
-LOG2_E, LN2_HIGH, LN2_LOW, ROUNDER = (constants(name)[0] for name in ("LOG2_E", "LN2_HIGH", "LN2_LOW", "ROUNDER"))
-EXP, LOG = constants("E0 … E6"), constants("L0 … L4") + constants("L5 … L8")
-
-
-def product(x: float, y: float) -> float:
-    return rational.fma(x, y, -0.0)
-
-
-def quotient(x: float, y: float) -> float:
-    return x if x == 0 or math.isinf(x) else rational.round_fraction(Fraction(x) / Fraction(y), F32)
-
-
-def horner(coefficients: list[float], x: float) -> float:
-    value = coefficients[0]
-    for coefficient in coefficients[1:]:
-        value = rational.fma(value, x, coefficient)
-    return value
-
-
-def exp(x: float) -> float:
-    c = min(max(x, -104.0), 89.0)
-    n = rational.add(rational.fma(c, LOG2_E, ROUNDER), -ROUNDER)
-    assert n == int(n)
-    r = rational.fma(n, -LN2_LOW, rational.fma(n, -LN2_HIGH, c))
-    return rational.round_fraction(Fraction(horner(EXP, r)) * Fraction(2) ** int(n), F32)
-
-
-def log(s: float) -> float:
-    k = (int(np.float32(s).view(np.uint32)) - 0x3F2AAAAB) >> 23
-    f = rational.add(float(Fraction(s) / Fraction(2) ** k), -1.0)
-    v = rational.fma(product(f, f), horner(LOG, f), f)
-    return rational.fma(float(k), LN2_HIGH, rational.fma(float(k), LN2_LOW, v))
+# ---- the definition in exact rational arithmetic -------------------------------------------------------------------
 
 
 def exact_row(kind: RowKind, first: list[float] | float, second: list[float], width: int) -> list[float]:
@@ -187,7 +147,7 @@ def test_exp_and_log_against_their_definition() -> None:
     assert rational.floats(numpy_rows.logarithm(s)) == [log(float(value)) for value in s]
 
 
-# ---- the aligned sum ---------------------------------------------------------------------------------------------------
+# ---- the aligned sum ----------------------------------------------------------------------------------------------
 
 HUGE = float(np.finfo(np.float32).max)
 UNIT = 2.0**-43  # of sums whose largest term is from 1 to 2
@@ -224,7 +184,8 @@ def test_sums_by_hand(version: str, terms: list[float], expected: float) -> None
 
 
 def test_sums_that_leave_64_bits(version: str) -> None:
-    """More than half a million of the largest terms of one exponent, alone and beside one that takes most of them away."""
+    """More than half a million of the largest terms of one exponent,
+    alone and beside one that takes most of them away."""
     width, term = (1 << 20) + 3, 2 - 2**-23
     x = np.full((3, width), np.float32(term))
     x[1] *= -1
@@ -240,7 +201,8 @@ def test_sums_that_leave_64_bits(version: str) -> None:
 
 
 def test_one_unit_lifts_a_sum_that_leaves_64_bits_over_the_half(version: str) -> None:
-    """2^21 and half of what its last place is worth is rounded to even; one unit more, the last of 65 bits, to above."""
+    """2^21 and half of what its last place is worth is rounded to even; one unit more, the last of 65 bits,
+    to above."""
     x = np.ones((3, (1 << 21) + 2), np.float32)
     x[:, 5] = 2.0**-3
     x[:, -1] = 0, UNIT, -UNIT
@@ -311,7 +273,7 @@ def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
             assert same(call(kind, arrays, 2000), expected)
 
 
-# ---- layouts, types, frameworks ---------------------------------------------------------------------------------------
+# ---- layouts, types, frameworks -----------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "columns first": np.asfortranarray,
@@ -543,8 +505,8 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("width", [16, 500, 4096, 50_000])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_are_as_accurate_as_pytorchs(name: str, width: int, dtype: DType) -> None:
-    """In root mean square against float64, each error relative to the result, to 2 %. PyTorch squares in the operand's type, so
-    its mean square is given binary32."""
+    """In root mean square against float64, each error relative to the result, to 2 %. PyTorch squares in the operand's
+    type, so its mean square is given binary32."""
     pytest.importorskip("torch", reason="torch is not installed")
     theirs, exactly = OPERATIONS[name]
     x = generate("normal", F32, (max(4, 60_000 // width), width), 1).astype(dtype.numpy)

@@ -1,4 +1,5 @@
-"""One batch of sequences for training, cut and laid out in several ways; every sequence starts at a multiple of 16 tokens."""
+"""One batch of sequences for training, cut and laid out in several ways; every sequence starts at a multiple of 16
+tokens."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def skip_if_missing() -> None:
 
 
 def cases() -> Iterator[tuple[tuple[int, int, int], str, str, str, bool]]:
-    """((m, n, k), modes of a, b and out, accumulate): every size, every mode of each operand with each of the others' fast
-    ones, some of them accumulating."""
+    """((m, n, k), modes of a, b and out, accumulate): every size, every mode of each operand with each of the others'
+    fast ones, some of them accumulating."""
     for turn, size in enumerate(SIZES):
         a_mode, b_mode = MODES[turn % len(MODES)], MODES[(turn // 2) % len(MODES)]
         yield size, a_mode, b_mode, MODES[(turn + 1) % len(MODES)], turn % 3 == 2

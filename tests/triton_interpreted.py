@@ -1,4 +1,5 @@
-"""What test_triton_kernels.py runs with TRITON_INTERPRET=1: `python triton_interpreted.py PART`, PART a function's name."""
+"""What test_triton_kernels.py runs with TRITON_INTERPRET=1: `python triton_interpreted.py PART`, PART a function's
+name."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def _against_the_replay(contracts: tuple[str, ...], sizes: tuple[tuple[int, int,
 
 @functools.cache
 def fused() -> bool:
-    """Whether the interpreter's fused multiply-add rounds once (Triton 3.9): else it is one for f16 alone, whose products
-    are exact."""
+    """Whether the interpreter's fused multiply-add rounds once (Triton 3.9): else it is one for f16 alone, whose
+    products are exact."""
     x = np.float32(1 + 2.0**-12).reshape(1, 1)
     got = product(CONTRACTS["fma"], x, x, np.float32(-1 - 2.0**-11).reshape(1, 1))
     return bool(got[0, 0] == np.float32(2.0**-24))
@@ -151,8 +152,8 @@ def trees() -> None:
 
 
 def dots() -> None:
-    """`mma16` and `tree-mma16` on small whole numbers in f16 (the interpreter multiplies bf16 patterns as integers), for
-    every pair of load paths, and the larger tiles."""
+    """`mma16` and `tree-mma16` on small whole numbers in f16 (the interpreter multiplies bf16 patterns as integers),
+    for every pair of load paths, and the larger tiles."""
     modes = ("rows", "columns", "reversed", "spread")
     sizes = ((5, 7, 33), (66, 8, 64), (8, 70, 100), (3, 4, 0), (64, 64, 72), (16, 24, 136))
     for turn, (a_mode, b_mode, name) in enumerate(itertools.product(modes, modes, ("mma16", "tree-mma16"))):
@@ -214,7 +215,8 @@ def check_of(contract: str, dtype: DType) -> selfcheck.Outcome:
 
 
 def selfcheck_() -> None:
-    """The self-check lets through what has the bits and refuses NumPy's product, which does not add as a tensor core does."""
+    """The self-check lets through what has the bits and refuses NumPy's product, which does not add as a tensor core
+    does."""
     cases._M, cases._N, cases._DEPTHS = 4, 8, (9,)
     good, bad = check_of("fma", F16), check_of("mma16", F16)
     assert not good.differing, good

@@ -1,4 +1,5 @@
-"""What test_measure_peers.py runs with TRITON_INTERPRET=1: the benchmark's persistent kernel beside PyTorch's matmul."""
+"""What test_measure_peers.py runs with TRITON_INTERPRET=1:
+the benchmark's persistent kernel beside PyTorch's matmul."""
 
 from __future__ import annotations
 

@@ -51,6 +51,8 @@ enum detkern_operation {
   DETKERN_OPERATION_BLOCK_SCALED_GEMM = 2, /* detkern_block_scaled_descriptor */
   DETKERN_OPERATION_BIAS_GRADIENT = 3,     /* detkern_column_sum_descriptor */
   DETKERN_OPERATION_ROWS = 4,              /* detkern_row_descriptor */
+  DETKERN_OPERATION_LINEAR_LOGP = 5,              /* detkern_logp_descriptor: rows of logits folded into states */
+  DETKERN_OPERATION_LINEAR_LOGP_DELTA = 6,        /* detkern_logp_descriptor: the gradient of logits */
 };
 
 /* The row operations; a backward one is its forward's value plus 5. */
@@ -91,7 +93,7 @@ typedef struct {
 /* One thing that the library computes. This struct never changes. */
 typedef struct {
   uint32_t operation; /* detkern_operation */
-  uint32_t variant;   /* of products the contract, of row operations the kind, else 0 */
+  uint32_t variant;   /* of products and of logits the contract, of row operations the kind, else 0 */
   uint64_t dtypes;    /* bit d is set where operands may have type d */
 } detkern_offer;
 
@@ -151,7 +153,8 @@ typedef struct {
   void *stream;
 } detkern_block_scaled_descriptor;
 
-/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or out */
+/* out[n] = the chain of binary32 additions over the rows dc[batch, m, n], in row-major order of (batch, m), from +0 or
+ * out */
 typedef struct {
   uint64_t size;
   int32_t operand_dtype; /* f32, f16 or bf16 */
@@ -170,9 +173,9 @@ typedef struct {
   void *stream;
 } detkern_column_sum_descriptor;
 
-/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two operands are
- * those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and mean_square, a of
- * their backward kinds. */
+/* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two
+ * operands are those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and
+ * mean_square, a of their backward kinds. */
 typedef struct {
   uint64_t size;
   int32_t kind; /* detkern_row_kind */
@@ -194,6 +197,40 @@ typedef struct {
   void *stream;
 } detkern_row_descriptor;
 
+/* linear_logp of docs/contracts.md over rows `start` to start + n of the weight of a vocabulary. logits =
+ * contract(hidden[m, k], weight[n, k]) + bias[n]. LINEAR_LOGP: state[0:3, m] = (m, s, w), the state of these columns,
+ * which are whole parts of the vocabulary; state[3 + i, m] = the logit of target i, -inf where it is not among them.
+ * LINEAR_LOGP_DELTA: out[m, n] = the gradient of the logits from state[0:3, m], of the whole vocabulary, and
+ * grads[targets + 1 + entropy, m]. States and grads are f32. */
+typedef struct {
+  uint64_t size;
+  int32_t contract;
+  int32_t operand_dtype;
+  int32_t out_dtype;  /* of a gradient */
+  int32_t bias_dtype; /* 0: no bias */
+  int32_t target_size; /* 4 or 8: int32 or int64 */
+  int32_t targets;     /* of a row */
+  int32_t entropy;     /* 1: w is computed, or grads have a line for the entropy; else w is +0 */
+  int32_t dense;       /* bit 0: state's lines are m numbers apart (its line stride is not read); bit 1: of grads */
+  int32_t device;
+  int32_t threads;
+  float tau, cap, inverse; /* 1 / temperature, the softcap and its inverse; 0: no such step */
+  int32_t unused;
+  int64_t m, n, k;
+  int64_t vocabulary, start, ignore_index;
+  int64_t hidden_row_stride, hidden_col_stride;
+  int64_t weight_row_stride, weight_col_stride;
+  int64_t target_row_stride, target_col_stride;
+  int64_t state_line_stride, state_row_stride;
+  int64_t grads_line_stride, grads_row_stride;
+  int64_t out_row_stride, out_col_stride;
+  int64_t bias_stride;
+  const void *hidden, *weight, *target, *bias, *grads;
+  void *state;
+  void *out;
+  void *stream;
+} detkern_logp_descriptor;
+
 /* Every function returns a detkern_status, detkern_abi_version and detkern_last_error aside. The last error is the
  * calling thread's, valid until its next call. */
 DETKERN_EXPORT int32_t detkern_abi_version(void);
@@ -203,8 +240,8 @@ DETKERN_EXPORT int32_t detkern_get_capabilities(detkern_capabilities *capabiliti
 DETKERN_EXPORT int32_t detkern_offers(detkern_offer *offers, uint64_t capacity, uint64_t *count);
 /* Computes an operation, or enqueues it on the descriptor's stream. */
 DETKERN_EXPORT int32_t detkern_run(uint32_t operation, const void *descriptor);
-/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no field
- * for it. */
+/* The bytes of scratch memory that detkern_run needs for a descriptor, whose pointers are not read; 0 where it has no
+ * field for it. */
 DETKERN_EXPORT int32_t detkern_scratch(uint32_t operation, const void *descriptor, uint64_t *bytes);
 /* Devices and their memory, for callers that have no framework at hand; detkern_copy waits for all work on the device
  * first and for the copy afterwards. Memory of the host is memory of the device where host_memory is 1. */

@@ -1,10 +1,10 @@
 """Shared libraries from C++ sources: which compiler, where the result is kept, and many processes at once.
 
-A library's file name carries a hash of what it was built for: the sources, the flags (those in CXX too), the features of this
-CPU (a home folder may be shared by different machines) and the ABI version. Which compiler built it is not in the name: a
-filled cache serves a machine that has none. A build happens under a file lock, into a temporary file that is renamed when it
-is complete: a process sees a whole library or none. What a crash, a full disk or somebody else made of the file since then,
-its seal shows (sealed.py), and it is built anew.
+A library's file name carries a hash of what it was built for: the sources, the flags (those in CXX too), the features
+of this CPU (a home folder may be shared by different machines) and the ABI version. Which compiler built it is not in
+the name: a filled cache serves a machine that has none. A build happens under a file lock, into a temporary file that
+is renamed when it is complete: a process sees a whole library or none. What a crash, a full disk or somebody else made
+of the file since then, its seal shows (sealed.py), and it is built anew.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _find_compiler(commands: tuple[str, ...], variable: str, asked: bool, path: 
             continue
         return Compiler((program, *command[1:]), answer.stdout.strip(), named)
     raise BuildError(
-        f"no C++ compiler: tried {'; '.join(tried)}; looked in the folders of PATH{'' if path else ', which is empty'}; "
+        f"no C++ compiler: tried {'; '.join(tried)}; looked in the folders of "
+        f"PATH{'' if path else ', which is empty'}; "
         f"install one (g++ or clang++) or name it in {variable}"
     )
 
@@ -159,7 +160,8 @@ def _usual_folder() -> Path | None:
 
 
 def _unwritable(folder: Path, private: bool = False) -> str | None:
-    """Why `folder` cannot hold libraries that we will load, or None. A private one must be ours and closed to others."""
+    """Why `folder` cannot hold libraries that we will load, or None.
+    A private one must be ours and closed to others."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if private:
@@ -178,8 +180,8 @@ def build(recipe: Recipe, folder: Path | None = None, again: bool = False) -> Pa
     folder: where it is kept instead of the cache folder.
     again: build it anew although it is there and whole, unless another process does so meanwhile.
 
-    Raises BuildError, with the compiler's output where it refused; it names a file of the cache that is damaged and could not
-    be replaced.
+    Raises BuildError, with the compiler's output where it refused; it names a file of the cache that is damaged and
+    could not be replaced.
     """
     name = _file_name(recipe)
     damaged = None
@@ -243,7 +245,8 @@ def _locked(library: Path) -> Iterator[None]:
 
 
 def _compile(recipe: Recipe, compiler: Compiler, library: Path, damaged: str | None) -> None:
-    # A warning, because that is what is shown where nobody has set logging up, and half a minute of silence looks like a hang.
+    # A warning, because that is what is shown where nobody has set logging up, and half a minute of silence looks like
+    # a hang.
     _log.warning(
         "detkern compiles its library %s with %s, once, for up to half a minute%s",
         recipe.name, compiler.named or compiler.command[0], f": {damaged}" if damaged else "",

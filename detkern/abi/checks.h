@@ -42,6 +42,7 @@ DETKERN_FIRST_SIZE(detkern_gemm_descriptor, scratch_bytes);
 DETKERN_FIRST_SIZE(detkern_block_scaled_descriptor, stream);
 DETKERN_FIRST_SIZE(detkern_column_sum_descriptor, stream);
 DETKERN_FIRST_SIZE(detkern_row_descriptor, stream);
+DETKERN_FIRST_SIZE(detkern_logp_descriptor, stream);
 #undef DETKERN_FIRST_SIZE
 
 constexpr uint64_t MAX_SIZE = 1 << 20;  // of a struct of any later detkern: a wild size is not read through

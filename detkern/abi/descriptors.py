@@ -1,18 +1,26 @@
-"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the next."""
+"""Problems as the C ABI's descriptors, without pointers, threads and streams: what can be kept from one call to the
+next."""
 
 from __future__ import annotations
 
 from ..operations.bias_gradient.problem import ColumnSumProblem
 from ..operations.block_scaled.problem import BlockScaledProblem
 from ..operations.gemm.problem import GemmProblem
+from ..operations.linear_logp.problem import DeltaProblem, FoldProblem
 from ..operations.matrix import Matrix, batch_offsets
 from ..operations.rows.problem import RowProblem
 from . import mirror
 
-__all__ = ["block_scaled_descriptors", "column_sum_descriptors", "gemm_descriptors", "row_descriptors"]
+__all__ = [
+    "block_scaled_descriptors",
+    "column_sum_descriptors",
+    "gemm_descriptors",
+    "logp_descriptors",
+    "row_descriptors",
+]
 
-# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in the
-# structure's order.
+# Structures without threads and pointers, each with the bytes that are added to its addresses of operands and out, in
+# the structure's order.
 Templates = list[tuple[bytes, tuple[int, ...]]]
 
 
@@ -86,3 +94,37 @@ def row_descriptors(problem: RowProblem) -> Templates:
             setattr(d, f"{name}_row_stride", matrix.row_stride)
             setattr(d, f"{name}_col_stride", matrix.col_stride)
     return [(bytes(d), (0,) * 3)]
+
+
+def _dense(lines: Matrix, m: int) -> bool:
+    return lines.row_stride == m and lines.col_stride == 1
+
+
+def logp_descriptors(problem: FoldProblem | DeltaProblem) -> Templates:
+    """The one descriptor. A line of M numbers after the other stays so for other M."""
+    d = mirror.described(mirror.LogpDescriptor)
+    d.contract = problem.contract.code
+    d.operand_dtype = problem.hidden.dtype.code
+    d.m, d.n, d.k = problem.m, problem.n, problem.k
+    d.vocabulary, d.start = problem.vocabulary, problem.start
+    d.target_size, d.targets, d.entropy = problem.target.dtype.itemsize, problem.targets, int(problem.entropy)
+    scaling = problem.scaling
+    d.tau, d.cap, d.inverse = scaling.tau or 0.0, scaling.cap or 0.0, scaling.inverse or 0.0
+    for name in ("hidden", "weight", "target"):
+        matrix: Matrix = getattr(problem, name)
+        setattr(d, f"{name}_row_stride", matrix.row_stride)
+        setattr(d, f"{name}_col_stride", matrix.col_stride)
+    if problem.bias is not None:
+        d.bias_dtype, d.bias_stride = problem.bias.dtype.code, problem.bias.stride
+    if isinstance(problem, DeltaProblem):
+        state = problem.state
+        d.ignore_index = problem.ignore_index
+        d.out_dtype = problem.out.dtype.code
+        d.out_row_stride, d.out_col_stride = problem.out.row_stride, problem.out.col_stride
+        d.grads_line_stride, d.grads_row_stride = problem.grads.row_stride, problem.grads.col_stride
+        d.dense = 2 * int(_dense(problem.grads, problem.m))
+    else:
+        state = problem.out
+    d.state_line_stride, d.state_row_stride = state.row_stride, state.col_stride
+    d.dense |= int(_dense(state, problem.m))
+    return [(bytes(d), (0,) * 7)]

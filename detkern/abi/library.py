@@ -24,7 +24,8 @@ _ERRORS: dict[int, type[DetkernError]] = {
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether an ELF file ends before its section headers, which linkers write last. Mapping one that does kills the process."""
+    """Whether an ELF file ends before its section headers, which linkers write last. Mapping one that does kills the
+    process."""
     try:
         with open(path, "rb") as file:
             head = file.read(64)
@@ -47,7 +48,8 @@ class Library:
     path:        the file.
     name:        what it calls itself.
     host_memory: whether the pointers that it takes are host pointers.
-    offers:      what `run` computes, as (operation code, variant code, type code); a newer library has codes unknown here.
+    offers:      what `run` computes, as (operation code, variant code, type code); a newer library has codes unknown
+    here.
 
     Raises BackendUnavailable where the file cannot be loaded, lacks a function, or has an ABI version that is neither
     this detkern's nor the one before.

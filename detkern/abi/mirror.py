@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import Structure, c_char, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, sizeof
 from typing import TypeVar
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ColumnSumDescriptor",
     "Device",
     "GemmDescriptor",
+    "LogpDescriptor",
     "Offer",
     "RowDescriptor",
     "described",
@@ -200,6 +201,55 @@ class RowDescriptor(Structure):
         ("out_col_stride", c_int64),
         ("a", c_void_p),
         ("b", c_void_p),
+        ("out", c_void_p),
+        ("stream", c_void_p),
+    )
+
+
+class LogpDescriptor(Structure):
+    """detkern_logp_descriptor."""
+
+    _fields_ = (
+        ("size", c_uint64),
+        ("contract", c_int32),
+        ("operand_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("bias_dtype", c_int32),
+        ("target_size", c_int32),
+        ("targets", c_int32),
+        ("entropy", c_int32),
+        ("dense", c_int32),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("tau", c_float),
+        ("cap", c_float),
+        ("inverse", c_float),
+        ("unused", c_int32),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("vocabulary", c_int64),
+        ("start", c_int64),
+        ("ignore_index", c_int64),
+        ("hidden_row_stride", c_int64),
+        ("hidden_col_stride", c_int64),
+        ("weight_row_stride", c_int64),
+        ("weight_col_stride", c_int64),
+        ("target_row_stride", c_int64),
+        ("target_col_stride", c_int64),
+        ("state_line_stride", c_int64),
+        ("state_row_stride", c_int64),
+        ("grads_line_stride", c_int64),
+        ("grads_row_stride", c_int64),
+        ("out_row_stride", c_int64),
+        ("out_col_stride", c_int64),
+        ("bias_stride", c_int64),
+        ("hidden", c_void_p),
+        ("weight", c_void_p),
+        ("target", c_void_p),
+        ("bias", c_void_p),
+        ("grads", c_void_p),
+        ("state", c_void_p),
         ("out", c_void_p),
         ("stream", c_void_p),
     )

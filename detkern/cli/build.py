@@ -42,8 +42,8 @@ def _capability(text: str) -> tuple[int, int]:
 def cpu(again: bool) -> None:
     """Compile the CPU library into the cache folder.
 
-    It is otherwise compiled, in up to half a minute, by the first call that needs it. With a filled cache no compiler is needed
-    where the CPU has the same features; DETKERN_CACHE_DIR says where it lies.
+    It is otherwise compiled, in up to half a minute, by the first call that needs it. With a filled cache no compiler
+    is needed where the CPU has the same features; DETKERN_CACHE_DIR says where it lies.
 
     \b
     Examples:
@@ -72,8 +72,8 @@ def cpu(again: bool) -> None:
 def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], processes: int | None) -> None:
     """Compile the CUDA kernels into the cache folder.
 
-    A kernel is otherwise compiled, in a few seconds, by the first call that needs it; under CUDA graph capture such a call
-    is refused. What is in the cache already is not compiled again.
+    A kernel is otherwise compiled, in a few seconds, by the first call that needs it; under CUDA graph capture such a
+    call is refused. What is in the cache already is not compiled again.
 
     \b
     Examples:
@@ -83,9 +83,8 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     \b
     Exit codes: 0 all compiled, 2 no device and no --capability, or the compiler refused a source.
     """
-    from ..cu import column_sum, rows, scatter_sum
     from ..cu.ahead import builds, compile_ahead
-    from ..cu.backend import offered
+    from ..cu.backend import BACKEND, offered
     from ..cu.device import describe, missing
     from ..cu.loader import kernel_folder, supported_architectures, target
 
@@ -99,7 +98,8 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
     elif 10 * capability[0] + capability[1] not in supported:
         known = ", ".join(f"{a // 10}.{a % 10}" for a in supported if row.too_old("", divmod(a, 10)) is None)
         raise ArgumentError(
-            f"--capability {capability[0]}.{capability[1]}: the installed NVRTC knows no such device; it compiles for {known}"
+            f"--capability {capability[0]}.{capability[1]}: the installed NVRTC knows no such device; it compiles for "
+            f"{known}"
         )
     here = offered(capability)
     asked = [CONTRACTS[name] for name in contracts] or here
@@ -109,8 +109,7 @@ def cuda(capability: tuple[int, int] | None, contracts: tuple[str, ...], process
             f"compute capability {capability[0]}.{capability[1]} has {has}, not {', '.join(missing_here)}"
         )
     architecture = target(capability, supported)
-    others = [] if contracts else column_sum.builds() + rows.builds(capability) + scatter_sum.builds()
-    wanted = builds(asked, capability) + others
+    wanted = builds(asked, capability) + ([] if contracts else BACKEND.other_builds(capability))
     start = time.perf_counter()
     count = processes or len(os.sched_getaffinity(0))
     running, terminal = compile_ahead(wanted, architecture, count), Console(stderr=True)

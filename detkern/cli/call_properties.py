@@ -72,7 +72,7 @@ def _neighbours(subject: CallSubject, effort: Effort, tally: Tally) -> None:
             operands = []
             for array, axis in zip(sample.operands, subject.operation.independent(subject.name), strict=True):
                 spoiled = array
-                if array is not None and axis is not None:
+                if array is not None and axis is not None and array.dtype.kind != "i":
                     spoiled = array.copy()
                     np.moveaxis(spoiled, axis, 0)[~kept] = value
                 operands.append(spoiled)

@@ -1,5 +1,5 @@
-"""What `verify` and `fingerprint` examine of operations other than products: one variant and operand type on one backend and
-device, called through its public function as its record says."""
+"""What `verify` and `fingerprint` examine of operations other than products: one variant and operand type on one
+backend and device, called through its public function as its record says."""
 
 from __future__ import annotations
 

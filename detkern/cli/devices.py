@@ -1,5 +1,5 @@
-"""Which devices there are, and NumPy arrays put on one and brought back: CuPy's arrays on CUDA devices, PyTorch's tensors on
-those of torch_musa and torch_npu."""
+"""Which devices there are, and NumPy arrays put on one and brought back: CuPy's arrays on CUDA devices, PyTorch's
+tensors on those of torch_musa and torch_npu."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def bit_patterns(array: Any) -> Any:
 
 
 def place(array: npt.NDArray[Any], device: Device) -> Any:
-    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA or ROCm device, else PyTorch's.
+    """A C-contiguous copy of `array` on `device`: NumPy's own on the CPU, CuPy's on a CUDA or ROCm device, else
+    PyTorch's.
 
     Raises DeviceError where the framework has no such type (bfloat16 needs CuPy 14 with ml_dtypes).
     """

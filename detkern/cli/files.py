@@ -34,7 +34,8 @@ SUFFIXES = (".npy", ".npz", ".safetensors")
 _SAFETENSORS = {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": E4M3, "F8_E5M2": E5M2, "I32": I32, "I64": I64}
 # What reading a file of another content raises.
 _MALFORMED = (
-    ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, EOFError, MemoryError, RuntimeError,
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, EOFError, MemoryError,
+    RuntimeError,
     struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
 )  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors format, in bytes

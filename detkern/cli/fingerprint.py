@@ -45,9 +45,9 @@ SHAPES = ((2, 3, 0), (1, 1, 1), (1, 24, 65), (5, 3, 31), (17, 9, 130), (33, 20, 
 def fingerprint(device: Device | None, backend: str | None, contracts: tuple[str, ...], as_json: bool) -> None:
     """Print a SHA-256 for each contract, or other operation, and type over results on fixed operands.
 
-    Two machines, or a CPU and a GPU, that print the same line compute the same bits. The operands come from detkern's own
-    versioned generator: normal, cancelling, subnormal, special, raw bit patterns and more, in odd shapes, plain and with
-    accumulation and bias. Nothing in the text names the machine.
+    Two machines, or a CPU and a GPU, that print the same line compute the same bits. The operands come from detkern's
+    own versioned generator: normal, cancelling, subnormal, special, raw bit patterns and more, in odd shapes, plain and
+    with accumulation and bias. Nothing in the text names the machine.
 
     \b
     Examples:
@@ -64,7 +64,8 @@ def fingerprint(device: Device | None, backend: str | None, contracts: tuple[str
         raise ArgumentError(f"--backend {backend} follows no contract, so it has no fingerprint")
     if not as_json:
         click.echo(
-            f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract or operation, type, SHA-256 of the results"
+            f"# detkern fingerprint {FINGERPRINT_VERSION}, operands {VERSION}: contract or operation, type, SHA-256 of "
+            f"the results"
         )
     digests = {}
     for subject in subjects:

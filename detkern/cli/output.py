@@ -20,7 +20,8 @@ _SIGPIPE = 128 + 13  # what a shell says of a program that SIGPIPE ended
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave the error to `reader_may_leave`; rich would end with status 1, which here says that something differs."""
+        """Leave the error to `reader_may_leave`; rich would end with status 1,
+        which here says that something differs."""
         raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
 
 

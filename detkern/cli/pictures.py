@@ -91,11 +91,13 @@ def _histogram(histogram: Histogram) -> str:
         if size:
             parts.append(f'<rect x="{x}" y="{8 + tall - size}" width="{step - 2}" height="{size}" fill="{fill}"/>')
         parts.append(
-            f'<text x="{x + step / 2 - 1}" y="{tall + 18}" text-anchor="middle" fill="currentColor">{escape(name)}</text>'
+            f'<text x="{x + step / 2 - 1}" y="{tall + 18}" text-anchor="middle" fill="currentColor">'
+            f"{escape(name)}</text>"
         )
     bound = left + (len(bars) - 1) * step - 1
     parts.append(f'<path stroke="#c8102e" stroke-dasharray="3 2" d="M{bound} 4V{tall + 8}"/>')
     parts.append(
-        f'<text x="{left}" y="{height - 4}" fill="currentColor">error as 2^x of the bound (dashed); 0: exact</text></svg>'
+        f'<text x="{left}" y="{height - 4}" fill="currentColor">'
+        "error as 2^x of the bound (dashed); 0: exact</text></svg>"
     )
     return "".join(parts)

@@ -26,8 +26,8 @@ __all__ = ["FULL", "INVARIANCE", "LAYOUTS", "QUICK", "Effort", "Property", "samp
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is checked. m, n, k: the main product. kinds: of operands, in every property; replay_shapes: (M, N, K) of
-    the comparison with the replay, over all kinds of operands and `replay_seeds` seeds."""
+    """How much is checked. m, n, k: the main product. kinds: of operands, in every property; replay_shapes: (M, N, K)
+    of the comparison with the replay, over all kinds of operands and `replay_seeds` seeds."""
 
     name: str
     m: int
@@ -41,7 +41,8 @@ class Effort:
     accuracy: tuple[tuple[int, int, int], ...]
 
     def on(self, device: Device) -> Effort:
-        """The same for a device: an accelerator's tile depends on M, and its batch must be large enough to change it."""
+        """The same for a device: an accelerator's tile depends on M,
+        and its batch must be large enough to change it."""
         if device.kind == "cpu" or self.name == "quick":
             return self
         more = ((130, 264, 1032), (257, 72, 4100))

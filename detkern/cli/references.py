@@ -136,7 +136,8 @@ def replay(
 
 
 def agreement(subject: Subject, effort: Effort, tally: Tally) -> None:
-    """Every kind of operands, in odd shapes: plain, with a starting accumulator, and with a bias, against the replay."""
+    """Every kind of operands, in odd shapes: plain, with a starting accumulator, and with a bias,
+    against the replay."""
     tally.note("against the NumPy replay" if subject.backend == "cpu" else "against the CPU backend")
     if subject.backend == "cpu" and library() is None:
         tally.note("the CPU backend runs its NumPy version here, so this compares the replay with itself")
@@ -165,8 +166,8 @@ def agreement(subject: Subject, effort: Effort, tally: Tally) -> None:
 
 
 def _sums(subject: Subject) -> bool:
-    """Whether the backend's bias gradient is looked at here: with `fma`, which takes every type, of whose product with a
-    row of ones it has the bits."""
+    """Whether the backend's bias gradient is looked at here: with `fma`, which takes every type, of whose product with
+    a row of ones it has the bits."""
     implemented = BIAS_GRADIENT.problem in registry.load(subject.backend).implementations
     return subject.contract == FMA and subject.follows and implemented
 
@@ -192,8 +193,8 @@ def error_bound(contract: Contract, dtype: DType, k: int) -> float:
     """A bound on |result - exact| / sum |a b| for finite operands whose products and sums are normal numbers.
 
     One binary32 rounding is u = 2^-24. A chain of K roundings gives (1 + u)^K - 1 (Higham, Accuracy and Stability of
-    Numerical Algorithms, section 3.1). A tensor-core step cuts each of its G + 1 terms below 2^(E - F), where 2^E is at most
-    the largest term, and the sum to its significant bits: (G + 1) 2^-F + 2^(1 - bits) relative. A tree rounds each
+    Numerical Algorithms, section 3.1). A tensor-core step cuts each of its G + 1 terms below 2^(E - F), where 2^E is at
+    most the largest term, and the sum to its significant bits: (G + 1) 2^-F + 2^(1 - bits) relative. A tree rounds each
     leaf and each level of sums to the operand type as well.
     """
     single = 2.0**-24

@@ -32,7 +32,8 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class _Product:
-    """What the files hold, and how it was multiplied. `bias`, `initial` and the scales are None where there are none."""
+    """What the files hold, and how it was multiplied.
+    `bias`, `initial` and the scales are None where there are none."""
 
     a: Array
     b: Array
@@ -83,15 +84,21 @@ class _Call:
     def compute(self, variant: str, out_dtype: DType) -> Array:
         """The result on the CPU. An initial array is not changed."""
         call = self.operation.call(variant)
-        if len(self.operands) != len(call.operands):
+        optional = call.operands[-1] == "bias"
+        left_out = len(call.operands) - len(self.operands)
+        if left_out != 0 and not (left_out == 1 and optional):
+            *names, last = call.operands
+            listed = ", ".join(names) + f" and {last}" if names else last
             raise ArgumentError(
-                f"--operation {variant} takes a file each of {' and '.join(call.operands)}; given are {len(self.operands)}"
+                f"--operation {variant} takes a file each of {listed}"
+                f"{', which may be left out' if optional else ''}; given are {len(self.operands)}"
             )
+        operands = (*self.operands, *(None,) * left_out)
         arguments: dict[str, Any] = {"out_dtype": out_dtype.name}
         if self.initial is not None:
             arguments = {"out": self.initial.copy(), "accumulate": True}
         try:
-            return np.asarray(call(self.operands, self.shape, backend="cpu", **arguments))
+            return np.asarray(call(operands, self.shape, backend="cpu", **arguments))
         except TypeError as error:
             if self.initial is None or isinstance(error, DetkernError):
                 raise
@@ -101,6 +108,7 @@ class _Call:
 @click.command()
 @click.argument("a", type=array_file)
 @click.argument("b", type=array_file, required=False)
+@click.argument("more", type=array_file, nargs=-1)
 @click.option(
     "--operation",
     type=OPERATION,
@@ -134,13 +142,15 @@ class _Call:
     "--dtype",
     type=element_type,
     metavar="TYPE",
-    help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy saves "
+    help="What raw elements of A and B (and of C and the bias, of that size) are: f16, bf16, e4m3, e5m2 or f32. NumPy "
+    "saves "
     "bfloat16 as raw bytes.",
 )
 @json_option
 def replay(
     a: Location,
     b: Location | None,
+    more: tuple[Location, ...],
     operation: str | None,
     names: tuple[str, ...],
     c: Location,
@@ -157,8 +167,8 @@ def replay(
     """Recompute A @ B, or another operation of A and B, on the CPU and compare it with C, bit for bit.
 
     The files are .npy, .npz and .safetensors; FILE:KEY names one array of several. Stacks of matrices broadcast as in
-    numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether float32
-    results would tell them apart.
+    numpy.matmul. Several contracts get a line each; where more than one gives the bits of C, a last line says whether
+    float32 results would tell them apart.
 
     \b
     Examples:
@@ -178,7 +188,7 @@ def replay(
         raise ArgumentError(
             "give one of the two: --contract NAME for a product, --operation NAME for another operation"
         )
-    arrays = [load(a, dtype)] if b is None else [load(a, dtype), load(b, dtype)]
+    arrays = [load(location, dtype) for location in (a, b, *more) if location is not None]
     expected = _expected(c, out_dtype, dtype)
     wanted = from_numpy(expected.dtype)
     if wanted not in (F32, F16, BF16):
@@ -255,7 +265,8 @@ def _groups(product: _Product | _Call, equal: list[str]) -> list[list[str]]:
 
 def _tie(groups: list[list[str]], stored: DType) -> str:
     """That these elements cannot tell contracts apart, and which could."""
-    said = f"{_and([name for group in groups for name in group])} give the same elements here, which cannot tell them apart"
+    names = _and([name for group in groups for name in group])
+    said = f"{names} give the same elements here, which cannot tell them apart"
     left = [_and(group) for group in groups if len(group) > 1]
     float32 = 'float32 results of the same operands (out_dtype="float32")'
     if not left:

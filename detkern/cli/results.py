@@ -21,8 +21,8 @@ SHADES = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """A band of rows of one result. shade: from a checksum of the bits of its first compared row, so equal bits look equal;
-    None where nothing is compared (a hostile row, say). opens: a new chunk begins here."""
+    """A band of rows of one result. shade: from a checksum of the bits of its first compared row, so equal bits look
+    equal; None where nothing is compared (a hostile row, say). opens: a new chunk begins here."""
 
     shade: int | None
     wrong: bool = False
@@ -125,7 +125,8 @@ class Tally:
     """Collects the comparisons of one property."""
 
     def __init__(self, subject: Subject | CallSubject, name: str, across: str, extent: int) -> None:
-        """across, extent: what the cells of the picture stand for, and how many there are of them (rows of the result)."""
+        """across, extent: what the cells of the picture stand for,
+        and how many there are of them (rows of the result)."""
         self.result = Result(subject, name, [], Grid(across))
         self._band = max(1, -(-extent // BANDS))
 
@@ -144,8 +145,8 @@ class Tally:
         opens: tuple[int, ...] = (),
         draw: bool = True,
     ) -> None:
-        """Compare two results. axis: which one the picture's cells run along. only: a boolean mask over that axis of the
-        lines that count. opens: where along that axis a new chunk begins. draw: whether it has a row in the picture
+        """Compare two results. axis: which one the picture's cells run along. only: a boolean mask over that axis of
+        the lines that count. opens: where along that axis a new chunk begins. draw: whether it has a row in the picture
         even where all is right."""
         wrong, trial = self._compare(label, got, want, axis, only)
         lines, faults = np.moveaxis(bits(got), axis, 0), np.moveaxis(wrong, axis, 0)

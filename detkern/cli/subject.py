@@ -1,4 +1,5 @@
-"""What `verify` and `fingerprint` examine: one backend, device, contract and operand type, and products made with it."""
+"""What `verify` and `fingerprint` examine: one backend, device, contract and operand type,
+and products made with it."""
 
 from __future__ import annotations
 
@@ -198,8 +199,8 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
     """Every backend x device x contract x type that is available and that the filters let pass, in the order of the
     tables. Empty filters let everything pass, except backends that dispatch never chooses: those must be named.
 
-    Raises ArgumentError, saying what there is, where nothing is left; BackendUnavailable where a named backend runs on none
-    of the devices, saying why.
+    Raises ArgumentError, saying what there is, where nothing is left; BackendUnavailable where a named backend runs on
+    none of the devices, saying why.
     """
     for name in backends:
         if name not in registry.backend_names():
@@ -232,8 +233,8 @@ def find(backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple
 
 
 def _why_not(name: str, here: list[Device], named: bool) -> str:
-    """Where and why a backend cannot run: on each of these devices that it serves; on its kinds of device where it serves
-    none of them. named: the caller named the devices."""
+    """Where and why a backend cannot run: on each of these devices that it serves; on its kinds of device where it
+    serves none of them. named: the caller named the devices."""
     row = requirements.row(name)
     backend = registry.load(name)
     served = [device for device in here if device.kind in row.devices]
@@ -246,7 +247,8 @@ def _why_not(name: str, here: list[Device], named: bool) -> str:
 
 
 def _offered(device: Device, named: tuple[str, ...], reasons: list[str]) -> list[Subject]:
-    """What the backends that dispatch chooses, and those named, compute on a device; `reasons` gets why others do not."""
+    """What the backends that dispatch chooses, and those named, compute on a device;
+    `reasons` gets why others do not."""
     subjects = []
     for row in registry.TABLE:
         if device.kind not in row.devices or not (row.chosen_on(device.kind) or row.name in named):

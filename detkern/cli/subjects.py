@@ -17,8 +17,8 @@ OPERATION = click.Choice(names())
 def find_all(
     backends: tuple[str, ...], wanted: tuple[Device, ...], contracts: tuple[str, ...], operations: tuple[str, ...]
 ) -> list[Subject | CallSubject]:
-    """Every backend x device x contract or other operation x type that is available and that the filters let pass, products
-    first. Empty filters let everything pass; contracts let no other operation pass, nor operations a product.
+    """Every backend x device x contract or other operation x type that is available and that the filters let pass,
+    products first. Empty filters let everything pass; contracts let no other operation pass, nor operations a product.
 
     Raises ArgumentError, saying what there is, where nothing is left.
     """

@@ -85,9 +85,9 @@ def verify(
 ) -> None:
     """Check that what detkern promises holds on this machine.
 
-    Each backend, contract, other operation and type that is available here must give the same bits whatever the batch, the row's place, its
-    neighbours, chunking, padding and layout, on every run, and the bits of the CPU replay. Filters may be repeated.
-    `--backend native` examines the framework's own matmul, which promises none of this.
+    Each backend, contract, other operation and type that is available here must give the same bits whatever the batch,
+    the row's place, its neighbours, chunking, padding and layout, on every run, and the bits of the CPU replay. Filters
+    may be repeated. `--backend native` examines the framework's own matmul, which promises none of this.
 
     \b
     Examples:
@@ -157,7 +157,8 @@ def _mark(result: Result) -> Text:
 
 
 def _fitting(properties: list[Property], widths: dict[str, int], width: int) -> Iterator[list[Property]]:
-    """The properties in parts whose columns fit into `width`, so that a narrow terminal cuts no contract or type short."""
+    """The properties in parts whose columns fit into `width`,
+    so that a narrow terminal cuts no contract or type short."""
     part: list[Property] = []
     left = width
     for item in properties:

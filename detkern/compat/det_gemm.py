@@ -1,5 +1,5 @@
-"""The classic operator surface: `get_op("det_gemm")` gives an object with the entry points that users of det_gemm libraries
-call. docs/migrating.md says what is the same there and which bits differ.
+"""The classic operator surface: `get_op("det_gemm")` gives an object with the entry points that users of det_gemm
+libraries call. docs/migrating.md says what is the same there and which bits differ.
 
 Every entry point takes the arrays that `detkern.gemm` takes; on PyTorch tensors it records gradients, by detkern.torch.
 """
@@ -12,24 +12,25 @@ from typing import Any
 from .. import api
 from ..dispatch import registry
 from ..dispatch.plan import on_forget
-from ..errors import ArgumentError, ContractUnsupported, DTypeError, ShapeError
+from ..errors import ContractUnsupported, DTypeError, ShapeError
 from ..tensors import Device, adapter_for
 from ..vocabulary.contracts import FMA, TREE, TREE_MMA16, Contract, get_contract
 from ..vocabulary.dtypes import BF16, F32, DType
 
-__all__ = ["DetGemm", "get_op", "list_ops"]
+__all__ = ["DetGemm", "is_tensor"]
 
 
 class DetGemm:
     """Deterministic, batch-invariant products of matrices in f16 or bf16.
 
-    contract: of every call that names none. None: the arithmetic of the classic operator, `tree-mma16` on a device where
-        it is offered, else `tree` (`forward_accum_fp32` is always `fma`). `detkern.config.contract` has no say here.
+    contract: of every call that names none. None: the arithmetic of the classic operator, `tree-mma16` on a device
+        where it is offered, else `tree` (`forward_accum_fp32` is always `fma`). `detkern.config.contract` has no say
+        here.
     backend: the name of the one backend to use. None: the first of the registry that takes the call.
 
-    Operands are of one type, of one device, and may be strided; batch dimensions broadcast as in `detkern.gemm`. Results
-    are new arrays of the first operand's framework. All methods raise as `detkern.gemm` does; where no deterministic
-    backend serves the operands' device, the error says what each of them answered.
+    Operands are of one type, of one device, and may be strided; batch dimensions broadcast as in `detkern.gemm`.
+    Results are new arrays of the first operand's framework. All methods raise as `detkern.gemm` does; where no
+    deterministic backend serves the operands' device, the error says what each of them answered.
     """
 
     name = "det_gemm"
@@ -78,7 +79,7 @@ class DetGemm:
         out: where the result goes; no gradient is recorded then, and a PyTorch tensor that requires grad is refused.
         """
         chosen = self._contract(a, "a", contract)
-        if _is_tensor(a) and out is None:
+        if is_tensor(a) and out is None:
             from .. import torch
 
             return torch.linear(a, weight, contract=chosen, backend=self.backend)
@@ -123,7 +124,7 @@ class DetGemm:
     def _run(
         self, left: Any, right: Any, trans_left: bool, trans_right: bool, contract: str, out_dtype: str | None
     ) -> Any:
-        if _is_tensor(left) and _is_tensor(right):
+        if is_tensor(left) and is_tensor(right):
             from .. import torch
 
             left = left.mT if trans_left else left
@@ -163,7 +164,7 @@ def _classic(dtype: DType, device: Device, backend: str | None) -> Contract:
     return contract
 
 
-def _is_tensor(array: Any) -> bool:
+def is_tensor(array: Any) -> bool:
     """Whether it is a PyTorch tensor; imports nothing."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     return isinstance(kind, type) and isinstance(array, kind)
@@ -171,7 +172,7 @@ def _is_tensor(array: Any) -> bool:
 
 def _seen(array: Any, argument: str) -> tuple[DType, Device]:
     """The type and the device of an operand."""
-    if _is_tensor(array):
+    if is_tensor(array):
         from ..torch.functions.route import place
 
         found = place(array)
@@ -182,11 +183,12 @@ def _seen(array: Any, argument: str) -> tuple[DType, Device]:
 
 
 def _widened(array: Any, argument: str) -> Any:
-    if _is_tensor(array):
+    if is_tensor(array):
         return array.float()
     if not hasattr(array, "astype"):
         raise DTypeError(
-            f"{argument} is bfloat16, the other operand float32, and {type(array).__name__} has no astype to widen it by: "
+            f"{argument} is bfloat16, the other operand float32, and {type(array).__name__} has no astype to widen it "
+            f"by: "
             "give float32, or an array of NumPy, PyTorch, JAX or CuPy"
         )
     return array.astype("float32")
@@ -209,35 +211,3 @@ def _need_fit(arrays: tuple[Any, Any], transposed: tuple[bool, bool], names: tup
         raise ShapeError(
             f"{left} and {right} do not fit: {summed} is {sizes[0]} in {names[0]} and {sizes[1]} in {names[1]}"
         )
-
-
-_OPS: dict[str, type[DetGemm]] = {"det_gemm": DetGemm}
-
-
-def list_ops() -> tuple[str, ...]:
-    """The names that `get_op` takes."""
-    return tuple(_OPS)
-
-
-def get_op(name: str, *, contract: str | None = None, backend: str | None = None) -> DetGemm:
-    """The operator called `name`.
-
-    Args:
-        name: one of `list_ops()`.
-        contract: of every call that names none, instead of the classic operator's own (see `DetGemm`).
-        backend: the name of the one backend to use, instead of the first that takes the call.
-
-    Raises:
-        ArgumentError: there is no such operator or backend, or the backend is not deterministic; it names those there are.
-        ContractUnsupported: there is no such contract.
-    """
-    op = _OPS.get(name) if isinstance(name, str) else None
-    if op is None:
-        raise ArgumentError(f"there is no op {name!r}; the ops are {', '.join(_OPS)}")
-    able = registry.dispatched_names()
-    if backend is not None and backend not in able:
-        known = ", ".join(able)
-        if backend in registry.backend_names():
-            raise ArgumentError(f"backend={backend!r} follows no contract, which {name} does; its backends are {known}")
-        raise ArgumentError(f"backend={backend!r} does not exist; the backends of {name} are {known}")
-    return op(contract=contract, backend=backend)

@@ -1,7 +1,7 @@
 """Products on raw pointers with an explicit stream: the training triad of a linear layer y = x @ w + bias.
 
-For callers that hold memory and streams themselves (a C++ runtime behind ctypes, another framework). No framework is imported
-but the backend's own runtime. Where an array stands for a pointer, its memory is checked against the sizes.
+For callers that hold memory and streams themselves (a C++ runtime behind ctypes, another framework). No framework is
+imported but the backend's own runtime. Where an array stands for a pointer, its memory is checked against the sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..errors import ArgumentError, BackendUnavailable, ContractUnsupported, Dev
 from ..operations.gemm.checks import GEMM, plan_product
 from ..tensors import Device, TensorView, adapter_for, contiguous_strides, describe, device_of
 from ..tensors.overlap import overlapping
+from ..vocabulary.arguments import flag
 from ..vocabulary.contracts import CONTRACTS, FMA, default_contract
 from ..vocabulary.dtypes import BF16, F16, F32, DType
 
@@ -33,27 +34,30 @@ Wanted = tuple[tuple[int, ...], DType]
 class Engine:
     """A device's products on raw pointers.
 
-    device: an ordinal of CUDA (0), or a name: "cuda:0", "rocm:0", "musa:0", "ascend:0", "cpu" (host pointers, stream 0).
+    device: an ordinal of CUDA (0), or a name: "cuda:0", "rocm:0", "musa:0", "ascend:0", "cpu" (host pointers, stream
+    0).
     backend: the name of the one backend to use; None: the first of the registry that takes a call.
 
-    Every matrix is row-major and dense: x and a are [M, K], b and w are [K, N], out and dy are [M, N]; bias is [N], float32;
-    dw is [K, N], float32. `dtype` is the type of all others: "float32", "bfloat16" or "float16".
+    Every matrix is row-major and dense: x and a are [M, K], b and w are [K, N], out and dy are [M, N]; bias is [N],
+    float32; dw is [K, N], float32. `dtype` is the type of all others: "float32", "bfloat16" or "float16".
 
     **Sizes are (M, K, N)**: rows of x, columns of x, columns of the result. BLAS says (M, N, K), and bare
-    addresses cannot tell. An array (NumPy, PyTorch, CuPy …) may stand for any pointer, and is checked: its device and type,
-    that it is row-major and dense, and its size. A matrix must have as many columns as the sizes say and may have more
-    rows; an array of another number of dimensions is memory, and must have as many elements. Only its address is used.
+    addresses cannot tell. An array (NumPy, PyTorch, CuPy …) may stand for any pointer, and is checked: its device and
+    type, that it is row-major and dense, and its size. A matrix must have as many columns as the sizes say and may have
+    more rows; an array of another number of dimensions is memory, and must have as many elements. Only its address is
+    used.
 
     tensor_cores: False is the contract `fma`; True is the device's tensor-core contract (`mma16`; `mma8` on compute
     capability 8.x), whatever the sizes. Where there is none (float32, or a device without one) the call is refused.
 
-    Lifetime and order. A call enqueues on the stream whose handle it is given and returns; on the CPU it has computed when it
-    returns. The engine owns no memory and holds none of the caller's: each pointer must stay valid, and the operands
-    unchanged, until that stream has reached the end of the call's work. Memory that work on another stream writes has to be
-    ordered before the call by the caller. Pointers belong to the engine's device; nothing checks that, nor how much memory
-    is behind them, where they are not given as arrays. No call allocates device memory, so all can be captured into CUDA
-    graphs, once the same kind of call (sizes, type, alignment) has been made outside of a capture, which loads its kernel. An
-    engine may be dropped while work is in flight. It can be used from any number of threads at a time; calls on one stream are ordered as they are made.
+    Lifetime and order. A call enqueues on the stream whose handle it is given and returns; on the CPU it has computed
+    when it returns. The engine owns no memory and holds none of the caller's: each pointer must stay valid, and the
+    operands unchanged, until that stream has reached the end of the call's work. Memory that work on another stream
+    writes has to be ordered before the call by the caller. Pointers belong to the engine's device; nothing checks that,
+    nor how much memory is behind them, where they are not given as arrays. No call allocates device memory, so all can
+    be captured into CUDA graphs, once the same kind of call (sizes, type, alignment) has been made outside of a
+    capture, which loads its kernel. An engine may be dropped while work is in flight. It can be used from any number of
+    threads at a time; calls on one stream are ordered as they are made.
 
     Raises:
         ArgumentError, DeviceError: `device` or `backend` is none.
@@ -111,7 +115,8 @@ class Engine:
             given, written = self._memory(given, wanted, stream)
         out, a, b, bias = given
         self._run(
-            (a, (m, k), (k, 1)), (b, (k, n), (n, 1)), (out, (m, n), element), written, bias, ("a", "b", "out"), element, stream,
+            (a, (m, k), (k, 1)), (b, (k, n), (n, 1)), (out, (m, n), element), written, bias, ("a", "b", "out"), element,
+            stream,
             tensor_cores, False,
         )  # fmt: skip
 
@@ -120,8 +125,8 @@ class Engine:
     ) -> None:
         """dw[K, N] += x[M, K].T @ dy[M, N]: each element's chain over M starts at dw's value.
 
-        So the calls for micro-batches, in order, give the bits of the whole batch, where M is cut as the contract allows
-        (docs/contracts.md, "Accumulate"). Zero dw before the first.
+        So the calls for micro-batches, in order, give the bits of the whole batch, where M is cut as the contract
+        allows (docs/contracts.md, "Accumulate"). Zero dw before the first.
 
         Args:
             pointers: (dw, dy, x); dw is float32 whatever `dtype` is.
@@ -139,7 +144,8 @@ class Engine:
             given, written = self._memory(given, wanted, stream)
         dw, dy, x = given
         self._run(
-            (x, (k, m), (1, k)), (dy, (m, n), (n, 1)), (dw, (k, n), F32), written, 0, ("x", "dy", "dw"), element, stream,
+            (x, (k, m), (1, k)), (dy, (m, n), (n, 1)), (dw, (k, n), F32), written, 0, ("x", "dy", "dw"), element,
+            stream,
             tensor_cores, True,
         )  # fmt: skip
 
@@ -164,7 +170,8 @@ class Engine:
             given, written = self._memory(given, wanted, stream)
         dx, dy, w = given
         self._run(
-            (dy, (m, n), (n, 1)), (w, (n, k), (1, n)), (dx, (m, k), element), written, 0, ("dy", "w", "dx"), element, stream,
+            (dy, (m, n), (n, 1)), (w, (n, k), (1, n)), (dx, (m, k), element), written, 0, ("dy", "w", "dx"), element,
+            stream,
             tensor_cores, False,
         )  # fmt: skip
 
@@ -196,7 +203,8 @@ class Engine:
             raise DeviceError(f"{self.device} reported {error}") from error
 
     def _memory(self, given: tuple[Any, ...], wanted: Mapping[str, Wanted], stream: int) -> tuple[tuple[int, ...], Any]:
-        """The addresses, those of arrays once they are checked, and the first, which is written, where it is an array."""
+        """The addresses, those of arrays once they are checked, and the first, which is written,
+        where it is an array."""
         addresses = []
         for index, ((name, (shape, dtype)), value) in enumerate(zip(wanted.items(), given, strict=True)):
             if isinstance(value, int):
@@ -224,8 +232,7 @@ class Engine:
         b = TensorView(right[0], right[1], right[2], dtype, device)
         out = TensorView(out_pointer, (m, n), (n, 1), out_dtype, device)
         column = TensorView(bias, (n,), (1,), F32, device) if bias else None
-        if tensor_cores is not True and tensor_cores is not False:
-            raise ArgumentError(f"tensor_cores={tensor_cores!r} must be True or False")
+        flag(tensor_cores, "tensor_cores")
         _check(zip((*names, "bias"), (a, b, out, column), strict=True), out, names[2])
         execution = self._execution(stream)
         plan, rows, _ = plan_product(
@@ -316,8 +323,8 @@ def _is_array(value: Any, name: str) -> bool:
 def _checked(
     array: Any, name: str, shape: tuple[int, ...], dtype: DType, device: Device, stream: int, *, written: bool
 ) -> int:
-    """The address of an array that holds a row-major matrix or a vector of this shape and type on `device`; typed errors
-    where it does not."""
+    """The address of an array that holds a row-major matrix or a vector of this shape and type on `device`; typed
+    errors where it does not."""
     adapter = adapter_for(array, name)
     copies: list[str] = []
     found = adapter.out_view(array, name, stream) if written else adapter.view(array, name, stream, copies)
@@ -358,8 +365,8 @@ def _dtype(name: Any) -> DType:
 
 
 def _check(views: Any, out: TensorView, out_name: str) -> None:
-    """ArgumentError for a null pointer to elements, one that no element can be at, or an output that is read too. Nothing is
-    read where the output is empty."""
+    """ArgumentError for a null pointer to elements, one that no element can be at, or an output that is read too.
+    Nothing is read where the output is empty."""
     if 0 in out.shape:
         return
     for name, view in views:

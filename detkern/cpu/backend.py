@@ -46,7 +46,8 @@ def library() -> Library | None:
 
 
 class _Computed:
-    """detkern.dispatch.backend.Implementation of any operation: by the library where it has a kernel, else by the replay."""
+    """detkern.dispatch.backend.Implementation of any operation: by the library where it has a kernel, else by the
+    replay."""
 
     def __init__(self, operation: Operation[Any]) -> None:
         self.operation = operation
@@ -111,7 +112,8 @@ def _through_the_abi(descriptor: Descriptor[Any], problem: Problem, replayed: Ru
 
 
 class CpuBackend:
-    """detkern.dispatch.backend.Backend on host memory. It implements every operation, since every operation has a replay."""
+    """detkern.dispatch.backend.Backend on host memory. It implements every operation, since every operation has a
+    replay."""
 
     name = "cpu"
     deterministic = True

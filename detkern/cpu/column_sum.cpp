@@ -1,9 +1,10 @@
-// The bias gradient: acc = +0 (or out); for rows ascending acc = acc + dc[row, column] in binary32, to nearest even; + 0
-// and one rounding at the end.
+// The bias gradient: acc = +0 (or out); for rows ascending acc = acc + dc[row, column] in binary32, to nearest even; +
+// 0 and one rounding at the end.
 //
-// A task is up to 1024 columns over all rows, so no chain is ever cut. Its accumulators stay in the first-level cache; a group
-// of rows is added to one vector of them before the next. Adjacent columns are read where they lie, 8 rows at a time so that
-// the group's lines stream; any others come through packed panels of 64 rows, which transpose where rows are adjacent.
+// A task is up to 1024 columns over all rows, so no chain is ever cut. Its accumulators stay in the first-level cache;
+// a group of rows is added to one vector of them before the next. Adjacent columns are read where they lie, 8 rows at a
+// time so that the group's lines stream; any others come through packed panels of 64 rows, which transpose where rows
+// are adjacent.
 #include <algorithm>
 #include <cstdint>
 

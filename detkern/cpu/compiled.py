@@ -41,7 +41,8 @@ def load() -> Library:
     try:
         return Library(path)
     except BackendUnavailable as error:
-        # Whole, but this system cannot load it: built where the C++ runtime is newer. What is built here loads there too.
+        # Whole, but this system cannot load it: built where the C++ runtime is newer. What is built here loads there
+        # too.
         try:
             return rebuild()
         except BuildError as failed:

@@ -1,7 +1,7 @@
 // The floating-point environment of a thread: round to nearest, subnormals kept, no traps; restored on the way out.
 //
-// A thread may arrive in another mode (libraries linked with -ffast-math set flush-to-zero for the whole process), and a
-// thread that we start inherits its creator's.
+// A thread may arrive in another mode (libraries linked with -ffast-math set flush-to-zero for the whole process), and
+// a thread that we start inherits its creator's.
 #pragma once
 
 #include <cstdint>

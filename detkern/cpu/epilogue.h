@@ -26,4 +26,14 @@ void add_out(const Job& job, const Tile& tile, float* accumulators, int padded_r
 // Finishes the accumulators and stores them to `out`.
 void store_tile(const Job& job, const Tile& tile, const float* accumulators, int padded_rows);
 
+// + 0, NaN canonical, one rounding: `count` results of one row, at `out`. `values` may be read up to a whole vector.
+template <int OUT>
+void store_row(const float* values, int count, char* out, int64_t stride) {
+  int k = 0;
+  if (stride == itemsize(OUT))
+    for (; k + LANES <= count; k += LANES)
+      store_lanes<OUT>(out + k * stride, canonical(load_vector(values + k) + Float{}));
+  for (; k < count; ++k) store<OUT>(out + k * stride, canonical(values[k] + 0.0f));
+}
+
 }  // namespace detkern

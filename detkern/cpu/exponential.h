@@ -1,5 +1,5 @@
-// exp and log of docs/contracts.md ("The exponential and the logarithm"), for LANES numbers at once. Every operation is one
-// binary32 operation of the contract, in its order.
+// exp and log of docs/contracts.md ("The exponential and the logarithm"), for LANES numbers at once. Every operation is
+// one binary32 operation of the contract, in its order.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,8 @@ namespace detkern {
 constexpr float LOG2_E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
 constexpr float ROUNDER = 0x1.8p+23f;  // added to a small number, it leaves that number's integer in the low bits
 constexpr float EXP_LOWEST = -104.0f, EXP_HIGHEST = 89.0f;
-constexpr float EXP_COEFFICIENTS[] = {0x1.6a23f6p-10f, 0x1.123a0ap-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f, 1.0f, 1.0f};
+constexpr float EXP_COEFFICIENTS[] =
+    {0x1.6a23f6p-10f, 0x1.123a0ap-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f, 1.0f, 1.0f};
 constexpr float LOG_COEFFICIENTS[] = {-0x1.0931e8p-3f, 0x1.1ed08ep-3f, -0x1.f25dd8p-4f, 0x1.1ebe90p-3f, -0x1.55a754p-3f,
                                       0x1.99d1f0p-3f,  -0x1.fffe84p-3f, 0x1.555502p-2f, -0x1p-1f};
 constexpr int32_t LOG_FIRST = 0x3f2aaaab;  // 2/3

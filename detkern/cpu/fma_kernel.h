@@ -1,4 +1,5 @@
-// The register tile of a chain of fused multiply-adds: acc = fma(a[k], b[k], acc), k ascending, for fma and tree leaves.
+// The register tile of a chain of fused multiply-adds: acc = fma(a[k], b[k], acc), k ascending, for fma and tree
+// leaves.
 #pragma once
 
 #include "packing.h"
@@ -6,7 +7,8 @@
 
 namespace detkern {
 
-// As many rows as leave registers for one k of B and a broadcast: 12 of 16 accumulators with AVX2, 28 of 32 with AVX-512.
+// As many rows as leave registers for one k of B and a broadcast: 12 of 16 accumulators with AVX2, 28 of 32 with
+// AVX-512.
 constexpr int FMA_TILE_ROWS = LANES == 16 ? 14 : 6;
 
 template <int R, class Block>

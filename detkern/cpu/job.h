@@ -26,8 +26,8 @@ struct Bias {
   bool along_rows;  // one value for each row of the tile instead of each column
 };
 
-// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a side
-// too thin to fill the vector lanes that run along j is exchanged with the other.
+// out[batch, i, j] = contract(a[batch, i, :], b[batch, j, :]). Every contract is symmetric in its two operands, so a
+// side too thin to fill the vector lanes that run along j is exchanged with the other.
 struct Job {
   Side a, b;
   int64_t k;
@@ -85,6 +85,32 @@ struct RowJob {
   int threads;
 };
 
+// Numbers of rows, float32, a line of one for each row. Strides are in bytes.
+struct Lines {
+  char* data;
+  int64_t line_stride, row_stride;
+};
+
+// Logits, folded into states or turned into their gradient. Strides are in bytes.
+struct LogpJob {
+  Job product;  // of hidden and weight, with the bias; its out is a block of logits
+  void (*multiply)(const Job&);
+  int threads;
+  int64_t vocabulary, start;  // start: of weight's rows in the vocabulary
+  const char* target;
+  bool wide_targets;  // int64, else int32
+  int64_t target_row_stride, target_col_stride;
+  int targets;  // of a row
+  int64_t ignore_index;
+  bool entropy;
+  float tau, cap, inverse;  // 0: there is no such step
+  Lines state;              // the result of a fold
+  Lines grads;              // of a gradient alone, as what follows
+  char* out;
+  int out_dtype;
+  int64_t out_row_stride, out_col_stride;
+};
+
 // Each implements one contract, or two that share a loop; they throw std::bad_alloc before `out` is touched.
 void run_fma(const Job& job);
 void run_mma16(const Job& job);
@@ -94,6 +120,10 @@ void run_tree_mma16(const Job& job);
 void run_fp8_block128(const Job& job);
 void run_column_sum(const SumJob& job);
 void run_rows(const RowJob& job);
+// Their products take memory of their own, block by block: what they throw may find the results of earlier rows in
+// `out`.
+void run_logp_fold(const LogpJob& job);
+void run_logp_delta(const LogpJob& job);
 
 // The register tile, rows times columns, of the chains of fused multiply-adds and of the tensor-core steps.
 extern const int FMA_ROWS, MMA_ROWS, TILE_COLUMNS;

@@ -30,16 +30,22 @@ constexpr Product PRODUCTS[] = {
     {DETKERN_TREE, HALVES, run_tree}, {DETKERN_TREE_MMA16, HALVES, run_tree_mma16},
 };
 
+// The contracts of linear_logp.
+constexpr Product LOGITS[] = {PRODUCTS[0], PRODUCTS[1]};
+static_assert(LOGITS[0].contract == DETKERN_FMA && LOGITS[1].contract == DETKERN_MMA16);
+
 constexpr uint32_t FIRST_ROW = DETKERN_ROW_SUM, LAST_ROW = DETKERN_ROW_LOG_SOFTMAX_BACKWARD;
 
 constexpr auto offers() {
-  std::array<detkern_offer, std::size(PRODUCTS) + 2 + LAST_ROW - FIRST_ROW + 1> all{};
+  std::array<detkern_offer, std::size(PRODUCTS) + 2 + LAST_ROW - FIRST_ROW + 1 + 2 * std::size(LOGITS)> all{};
   size_t size = 0;
   for (const Product& product : PRODUCTS)
     all[size++] = {DETKERN_OPERATION_GEMM, uint32_t(product.contract), product.dtypes};
   all[size++] = {DETKERN_OPERATION_BLOCK_SCALED_GEMM, DETKERN_FP8_BLOCK128, types(DETKERN_E4M3, DETKERN_E5M2)};
   all[size++] = {DETKERN_OPERATION_BIAS_GRADIENT, 0, FLOATS};
   for (uint32_t kind = FIRST_ROW; kind <= LAST_ROW; ++kind) all[size++] = {DETKERN_OPERATION_ROWS, kind, FLOATS};
+  for (const uint32_t operation : {DETKERN_OPERATION_LINEAR_LOGP, DETKERN_OPERATION_LINEAR_LOGP_DELTA})
+    for (const Product& product : LOGITS) all[size++] = {operation, uint32_t(product.contract), product.dtypes};
   return all;
 }
 
@@ -98,7 +104,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
   job.out_dtype = d->out_dtype;
   job.out_row_stride = d->out_row_stride * out_size;
   job.out_col_stride = d->out_col_stride * out_size;
-  if (d->bias_dtype) job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
+  if (d->bias_dtype)
+    job.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
   job.accumulate = d->accumulate != 0;
   job.threads = d->threads;
   exchange_thin(job);
@@ -108,7 +115,8 @@ int32_t gemm(const detkern_gemm_descriptor* d) {
 int32_t block_scaled_gemm(const detkern_block_scaled_descriptor* d) {
   if (!is_fp8(d->a_dtype) || !is_fp8(d->b_dtype))
     return fail(DETKERN_UNSUPPORTED, "operands of types %d and %d are not both fp8", d->a_dtype, d->b_dtype);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->accumulate && d->out_dtype != DETKERN_F32) return fail(DETKERN_INVALID, "accumulate needs an f32 out");
   if (d->m < 0 || d->n < 0 || d->k < 0) return fail(DETKERN_INVALID, "negative m, n or k");
   if (d->k % 128) return fail(DETKERN_UNSUPPORTED, "k = %lld is not a multiple of 128", static_cast<long long>(d->k));
@@ -164,8 +172,8 @@ int32_t column_sum(const detkern_column_sum_descriptor* d) {
   return run(run_column_sum, job);
 }
 
-RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride, const int64_t* batch_strides,
-                       int batch_rank, bool one_a_row) {
+RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t col_stride,
+                       const int64_t* batch_strides, int batch_rank, bool one_a_row) {
   const int64_t size = itemsize(dtype);
   RowOperand operand{};
   operand.data = static_cast<char*>(const_cast<void*>(data));
@@ -185,7 +193,8 @@ int32_t rows(const detkern_row_descriptor* d) {
   if (!is_output_type(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
   if (two ? !is_output_type(d->b_dtype) : d->b_dtype != 0)
     return fail(DETKERN_UNSUPPORTED, "b_dtype %d of row operation %d", d->b_dtype, d->kind);
-  if (!is_output_type(d->out_dtype)) return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (!is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
   if (d->m < 0 || d->n < 0) return fail(DETKERN_INVALID, "negative m or n");
   if (d->batch_rank < 0 || d->batch_rank > DETKERN_MAX_SUM_RANK)
     return fail(DETKERN_INVALID, "batch_rank %d is not in 0..%d", d->batch_rank, DETKERN_MAX_SUM_RANK);
@@ -204,10 +213,74 @@ int32_t rows(const detkern_row_descriptor* d) {
   job.batch_rank = d->batch_rank;
   job.batch_shape = d->batch_shape;
   job.a = row_operand(d->a, d->a_dtype, d->a_row_stride, d->a_col_stride, d->a_batch_strides, d->batch_rank, spreads);
-  if (two) job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
-  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides, d->batch_rank, reduces);
+  if (two)
+    job.b = row_operand(d->b, d->b_dtype, d->b_row_stride, d->b_col_stride, d->b_batch_strides, d->batch_rank, false);
+  job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides,
+                        d->batch_rank, reduces);
   job.threads = d->threads;
   return run(run_rows, job);
+}
+
+int32_t logp(const detkern_logp_descriptor* d, bool gradient) {
+  const Product* product = std::find_if(std::begin(LOGITS), std::end(LOGITS),
+                                        [&](const Product& known) { return known.contract == d->contract; });
+  if (product == std::end(LOGITS))
+    return fail(DETKERN_UNSUPPORTED, "linear_logp has no contract of code %d", d->contract);
+  if (d->operand_dtype < 0 || d->operand_dtype > 63 || !(product->dtypes >> d->operand_dtype & 1))
+    return fail(DETKERN_UNSUPPORTED, "contract %d does not take operands of type %d", d->contract, d->operand_dtype);
+  if (d->bias_dtype && !is_output_type(d->bias_dtype))
+    return fail(DETKERN_UNSUPPORTED, "bias_dtype %d is not f32, f16 or bf16", d->bias_dtype);
+  if (gradient && !is_output_type(d->out_dtype))
+    return fail(DETKERN_UNSUPPORTED, "out_dtype %d is not f32, f16 or bf16", d->out_dtype);
+  if (d->target_size != 4 && d->target_size != 8)
+    return fail(DETKERN_UNSUPPORTED, "targets of %d bytes are not int32 or int64", d->target_size);
+  if (d->m < 0 || d->n < 0 || d->k < 0 || d->targets < 0) return fail(DETKERN_INVALID, "negative m, n, k or targets");
+  if (d->start < 0 || d->n > d->vocabulary || d->start > d->vocabulary - d->n)
+    return fail(DETKERN_INVALID, "columns %lld to %lld are not within a vocabulary of %lld",
+                static_cast<long long>(d->start), static_cast<long long>(d->start + d->n),
+                static_cast<long long>(d->vocabulary));
+  if (d->m == 0 || (gradient && d->n == 0)) return DETKERN_OK;
+  if (!d->state || (d->targets && !d->target) || (gradient && (!d->out || !d->grads)) ||
+      (d->n && d->k && (!d->hidden || !d->weight)) || (d->n && d->bias_dtype && !d->bias))
+    return fail(DETKERN_INVALID, "a null pointer where elements are");
+  const int64_t size = itemsize(d->operand_dtype);
+  LogpJob job{};
+  Job& logits = job.product;
+  logits.a.data = static_cast<const char*>(d->hidden);
+  logits.b.data = static_cast<const char*>(d->weight);
+  logits.a.dtype = logits.b.dtype = d->operand_dtype;
+  logits.a.outer = d->m;
+  logits.b.outer = d->n;
+  logits.a.outer_stride = d->hidden_row_stride * size;
+  logits.a.k_stride = d->hidden_col_stride * size;
+  logits.b.outer_stride = d->weight_row_stride * size;
+  logits.b.k_stride = d->weight_col_stride * size;
+  logits.k = d->k;
+  if (d->bias_dtype)
+    logits.bias = {static_cast<const char*>(d->bias), d->bias_dtype, d->bias_stride * itemsize(d->bias_dtype), false};
+  logits.threads = job.threads = d->threads;
+  job.multiply = product->run;
+  job.vocabulary = d->vocabulary;
+  job.start = d->start;
+  job.target = static_cast<const char*>(d->target);
+  job.wide_targets = d->target_size == 8;
+  job.target_row_stride = d->target_row_stride * d->target_size;
+  job.target_col_stride = d->target_col_stride * d->target_size;
+  job.targets = d->targets;
+  job.ignore_index = d->ignore_index;
+  job.entropy = d->entropy != 0;
+  job.tau = d->tau;
+  job.cap = d->cap;
+  job.inverse = d->inverse;
+  job.state = {static_cast<char*>(d->state), (d->dense & 1 ? d->m : d->state_line_stride) * 4, d->state_row_stride * 4};
+  if (!gradient) return run(run_logp_fold, job);
+  job.grads = {static_cast<char*>(const_cast<void*>(d->grads)), (d->dense & 2 ? d->m : d->grads_line_stride) * 4,
+               d->grads_row_stride * 4};
+  job.out = static_cast<char*>(d->out);
+  job.out_dtype = d->out_dtype;
+  job.out_row_stride = d->out_row_stride * itemsize(d->out_dtype);
+  job.out_col_stride = d->out_col_stride * itemsize(d->out_dtype);
+  return run(run_logp_delta, job);
 }
 
 }  // namespace
@@ -243,6 +316,8 @@ int32_t detkern_run(uint32_t operation, const void* descriptor) {
     case DETKERN_OPERATION_BLOCK_SCALED_GEMM: return with_descriptor(block_scaled_gemm, descriptor);
     case DETKERN_OPERATION_BIAS_GRADIENT: return with_descriptor(column_sum, descriptor);
     case DETKERN_OPERATION_ROWS: return with_descriptor(rows, descriptor);
+    case DETKERN_OPERATION_LINEAR_LOGP: return with_descriptor(logp, descriptor, false);
+    case DETKERN_OPERATION_LINEAR_LOGP_DELTA: return with_descriptor(logp, descriptor, true);
     default: return unknown_operation(operation);
   }
 }
@@ -272,7 +347,8 @@ int32_t detkern_allocate(int32_t, uint64_t bytes, void** pointer) {
   using namespace detkern;
   last_error[0] = 0;
   *pointer = std::malloc(bytes ? bytes : 1);
-  return *pointer ? int32_t(DETKERN_OK) : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
+  return *pointer ? int32_t(DETKERN_OK)
+                  : fail(DETKERN_OUT_OF_MEMORY, "no memory for %llu bytes", static_cast<unsigned long long>(bytes));
 }
 
 int32_t detkern_free(int32_t, void* pointer) {

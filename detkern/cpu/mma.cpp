@@ -1,5 +1,5 @@
-// Contracts mma16 and mma8: acc = +0 (or out); for each ascending group of 16 or 8 k acc = step(acc, products), the last
-// group padded with zeros. tensor_core.h has the step.
+// Contracts mma16 and mma8: acc = +0 (or out); for each ascending group of 16 or 8 k acc = step(acc, products), the
+// last group padded with zeros. tensor_core.h has the step.
 //
 // Register tile 2 x 16 (AVX2) or 4 x 32 (AVX-512); k in blocks of 128.
 #include "fma_kernel.h"

@@ -148,7 +148,9 @@ inline Int step_exponents(Float value, int smallest) {
 }  // namespace
 
 void pack_rows(const Side& side, const char* source, int rows, int count, int padded, float* target, int pitch) {
-  with_dtype(side.dtype, [&](auto tag) { pack_rows_of<decltype(tag)::value>(side, source, rows, count, target, pitch); });
+  with_dtype(side.dtype, [&](auto tag) {
+    pack_rows_of<decltype(tag)::value>(side, source, rows, count, target, pitch);
+  });
   for (int r = 0; r < rows; ++r) std::memset(target + r * pitch + count, 0, size_t(padded - count) * 4);
 }
 
@@ -158,7 +160,8 @@ void pack_panels(const Side& side, const char* source, int columns, int count, i
   if (columns % COLUMNS) std::memset(target + whole * panel_size, 0, size_t(count) * COLUMNS * 4);
   with_dtype(side.dtype, [&](auto tag) {
     constexpr int DTYPE = decltype(tag)::value;
-    if (side.outer_stride == itemsize(DTYPE)) return pack_adjacent<DTYPE>(side, source, columns, count, target, panel_size);
+    if (side.outer_stride == itemsize(DTYPE))
+      return pack_adjacent<DTYPE>(side, source, columns, count, target, panel_size);
     for (int c = 0; c < columns; c += COLUMNS)
       pack_panel<DTYPE>(side, source + c * side.outer_stride, std::min(COLUMNS, columns - c), count,
                         target + c / COLUMNS * panel_size);

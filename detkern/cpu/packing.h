@@ -1,8 +1,8 @@
 // Operands to panels: a block of k of some rows or columns, upcast exactly to binary32, in the order the kernels read.
 //
-// A's rows stay rows (k contiguous, `pitch` floats apart): the kernels broadcast from them. B's columns are gathered COLUMNS
-// at a time, so that one k of a panel is COLUMNS adjacent floats. Both come in one of three ways: along a unit stride of k,
-// along a unit stride of the other dimension, or element by element. Columns and k past the end are zeros.
+// A's rows stay rows (k contiguous, `pitch` floats apart): the kernels broadcast from them. B's columns are gathered
+// COLUMNS at a time, so that one k of a panel is COLUMNS adjacent floats. Both come in one of three ways: along a unit
+// stride of k, along a unit stride of the other dimension, or element by element. Columns and k past the end are zeros.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,15 @@ namespace detkern {
 
 constexpr int COLUMNS = 2 * LANES;
 
-// Stand-ins for the exponents of zeros and of infinities and NaN in a tensor-core step. Every sum with NONFINITE, that of
-// NONFINITE and ZERO too, is above every true exponent; every other sum with ZERO is below; no sum leaves 16 bits.
+// Stand-ins for the exponents of zeros and of infinities and NaN in a tensor-core step. Every sum with NONFINITE, that
+// of NONFINITE and ZERO too, is above every true exponent; every other sum with ZERO is below; no sum leaves 16 bits.
 constexpr int EXPONENT_ZERO = -8000, EXPONENT_NONFINITE = 12000, EXPONENT_NONE = -4000;
 
 // The packed values of rows [0, tile.rows) at target[r * pitch + k], zeros for count <= k < padded.
 void pack_rows(const Side& side, const char* source, int rows, int count, int padded, float* target, int pitch);
 
-// The panels of columns [0, columns), `panel_size` floats apart: target[k * COLUMNS + c], zeros past `columns` and `count`.
+// The panels of columns [0, columns), `panel_size` floats apart: target[k * COLUMNS + c], zeros past `columns` and
+// `count`.
 void pack_panels(const Side& side, const char* source, int columns, int count, int padded, float* target,
                  size_t panel_size);
 

@@ -1,14 +1,15 @@
 // The row operations of docs/contracts.md: aligned sums over the last dimension, and what is made of them.
 //
-// A task is a block of rows of one batch index. Its columns are upcast into a buffer, all of them where they fit, else as many
-// at a time as there is room for, once for each pass: the largest terms, the sum, the results. Vector lanes run along the rows.
-// A term scaled to whole units lies below 2^44, so a lane adds up to 2^9 of them exactly in double.
+// A task is a block of rows of one batch index. Its columns are upcast into a buffer, all of them where they fit, else
+// as many at a time as there is room for, once for each pass: the largest terms, the sum, the results. Vector lanes run
+// along the rows. A term scaled to whole units lies below 2^44, so a lane adds up to 2^9 of them exactly in double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
 
+#include "epilogue.h"
 #include "exponential.h"
 #include "job.h"
 #include "packing.h"
@@ -57,7 +58,8 @@ float largest_lane(Float value) {
 // total * 2^unit, rounded once. What is below 2^-126 is a multiple of 2^-149 and needs no rounding.
 float rounded(Total total, int unit) {
   const bool negative = total < 0;
-  unsigned __int128 magnitude = negative ? -static_cast<unsigned __int128>(total) : static_cast<unsigned __int128>(total);
+  unsigned __int128 magnitude = static_cast<unsigned __int128>(total);
+  if (negative) magnitude = -magnitude;
   int shift = 0;
   if (const uint64_t high = uint64_t(magnitude >> 64)) {
     shift = 64 - __builtin_clzll(high);
@@ -69,16 +71,6 @@ float rounded(Total total, int unit) {
 }
 
 // ---- results --------------------------------------------------------------------------------------------------------
-
-// + 0, NaN canonical, one rounding: `count` results of one row, at `out`. `values` may be read up to a whole vector.
-template <int OUT>
-void store_row(const float* values, int count, char* out, int64_t stride) {
-  int k = 0;
-  if (stride == itemsize(OUT))
-    for (; k + LANES <= count; k += LANES)
-      store_lanes<OUT>(out + k * stride, canonical(load_vector(values + k) + Float{}));
-  for (; k < count; ++k) store<OUT>(out + k * stride, canonical(values[k] + 0.0f));
-}
 
 void store_block(const RowOperand& target, char* out, int rows, int count, const float* buffer, int pitch) {
   const auto finish = [&](auto tag) {
@@ -335,7 +327,8 @@ class Block {
   alignas(64) float given_[MOST_ROWS] = {};
 };
 
-// Rows of a block: as many as fit with all of their columns; where neighbouring rows lie closer than columns, whole cache lines.
+// Rows of a block: as many as fit with all of their columns; where neighbouring rows lie closer than columns, whole
+// cache lines.
 int64_t rows_of_block(const RowJob& job) {
   const RowOperand& wide = job.b.data ? job.b : job.a.col_stride ? job.a : job.out;
   if (std::abs(wide.row_stride) < std::abs(wide.col_stride)) return MOST_ROWS;

@@ -1,7 +1,8 @@
 // The few vector operations that the kernels share, for AVX-512, AVX2 and any other machine.
 //
-// The types are GCC's and Clang's vector extensions, so +, *, &, << and comparisons (0 or -1 per lane) are the language's
-// own; only what it lacks is spelled here. -DDETKERN_PORTABLE leaves the intrinsics out: the tests hold it to the same bits.
+// The types are GCC's and Clang's vector extensions, so +, *, &, << and comparisons (0 or -1 per lane) are the
+// language's own; only what it lacks is spelled here. -DDETKERN_PORTABLE leaves the intrinsics out: the tests hold it
+// to the same bits.
 #pragma once
 
 #include <cstdint>

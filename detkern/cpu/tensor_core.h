@@ -1,14 +1,16 @@
 // The tensor-core step: acc = step(acc, GROUP products), the arithmetic of mma16, mma8, tree-mma16 and fp8-block128.
 //
-//   1. The exponent of a normal operand is its own, of a subnormal one that of the type's smallest normal number; a product's
-//      is the plain sum.
+//   1. The exponent of a normal operand is its own, of a subnormal one that of the type's smallest normal number; a
+//      product's is the plain sum.
 //   2. E = max(FLOOR, exponents of the non-zero terms, the accumulator among them).
 //   3. Each term is truncated toward zero to a multiple of 2^(E - FRACTION_BITS); the terms are summed exactly.
-//   4. The sum is truncated toward zero to SIGNIFICANT_BITS, below 2^-126 to a multiple of 2^-149; 2^128 or more is infinity.
+//   4. The sum is truncated toward zero to SIGNIFICANT_BITS, below 2^-126 to a multiple of 2^-149; 2^128 or more is
+//      infinity.
 //   5. A zero is +0. NaN and infinities decide as in any sum of products.
 //
-// exact_step is that definition in integers. The vector form takes products, exact in binary32, times 2^(FRACTION_BITS - E),
-// truncates them to 32-bit integers and adds those; where its preconditions fail it leaves the lane to exact_step.
+// exact_step is that definition in integers. The vector form takes products, exact in binary32, times 2^(FRACTION_BITS
+// - E), truncates them to 32-bit integers and adds those; where its preconditions fail it leaves the lane to
+// exact_step.
 #pragma once
 
 #include <algorithm>

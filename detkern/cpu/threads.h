@@ -17,8 +17,8 @@
 
 namespace detkern {
 
-// Keeps a new thread off the core that its creator is busy on, where the scheduler may otherwise queue it for a third of a
-// short call. A hint: whatever fails leaves the thread where it is.
+// Keeps a new thread off the core that its creator is busy on, where the scheduler may otherwise queue it for a third
+// of a short call. A hint: whatever fails leaves the thread where it is.
 inline void leave_this_core(std::thread& thread) {
 #ifdef __linux__
   cpu_set_t allowed;
@@ -31,8 +31,8 @@ inline void leave_this_core(std::thread& thread) {
 #endif
 }
 
-// Calls body(worker, task) for every task in [0, tasks), each once, on at most `workers` threads, the caller's among them.
-// Tasks are taken in order as threads become free. A machine that grants fewer threads is slower, not wrong.
+// Calls body(worker, task) for every task in [0, tasks), each once, on at most `workers` threads, the caller's among
+// them. Tasks are taken in order as threads become free. A machine that grants fewer threads is slower, not wrong.
 // Throws std::bad_alloc or std::runtime_error after all threads have ended if any task threw.
 template <class Body>
 void for_each_task(int workers, int64_t tasks, const Body& body) {

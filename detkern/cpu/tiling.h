@@ -1,8 +1,8 @@
 // How a call is cut into tiles over (batch, rows, columns), and the loop of a chain over one tile.
 //
-// A tile is one task. Its k loop runs in blocks: pack the block of both operands, then let every micro tile continue its
-// chain from the accumulators in memory. So the order of k is the contract's whatever the cut, and the memory a worker needs
-// does not depend on the sizes of the call.
+// A tile is one task. Its k loop runs in blocks: pack the block of both operands, then let every micro tile continue
+// its chain from the accumulators in memory. So the order of k is the contract's whatever the cut, and the memory a
+// worker needs does not depend on the sizes of the call.
 #pragma once
 
 #include <algorithm>
@@ -124,7 +124,8 @@ class Scratch {
 
 // Calls Kernel::micro<ROWS>(panels, row, panel, count, accumulators) with the number of rows as a constant.
 template <class Kernel, int ROWS = Kernel::ROWS>
-inline void micro_rows(int rows, const typename Kernel::Block& block, int row, int panel, int count, float* accumulators) {
+inline void micro_rows(int rows, const typename Kernel::Block& block, int row, int panel, int count,
+                       float* accumulators) {
   if constexpr (ROWS == 1) {
     Kernel::template micro<1>(block, row, panel, count, accumulators);
   } else if (rows >= ROWS) {

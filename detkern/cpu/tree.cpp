@@ -1,8 +1,8 @@
-// Contracts tree and tree-mma16: leaves of 32 k, each a chain from +0 rounded once to the operand type; the node of leaves
-// [lo, hi) splits at lo + (hi - lo) // 2 and is left + right in binary32, rounded to the operand type.
+// Contracts tree and tree-mma16: leaves of 32 k, each a chain from +0 rounded once to the operand type; the node of
+// leaves [lo, hi) splits at lo + (hi - lo) // 2 and is left + right in binary32, rounded to the operand type.
 //
-// Register tiles as in fma.cpp and mma.cpp. Leaves come in ascending order, so k is packed in blocks of eight leaves as in a
-// chain, and only one value per level of the tree is alive: any K fits, in a tile of 96 x 128 for each level.
+// Register tiles as in fma.cpp and mma.cpp. Leaves come in ascending order, so k is packed in blocks of eight leaves as
+// in a chain, and only one value per level of the tree is alive: any K fits, in a tile of 96 x 128 for each level.
 #include "fma_kernel.h"
 #include "tensor_core.h"
 #include "tiling.h"

@@ -25,8 +25,8 @@ def builds(contracts: Iterable[Contract], capability: tuple[int, int]) -> list[K
 def of_layouts(
     pairs: Iterable[tuple[Contract, DType]], along_k: Iterable[tuple[bool, bool]], capability: tuple[int, int]
 ) -> list[KernelBuild]:
-    """Every kernel that products of these contracts and operand types may need whose lines of a and b start at multiples of 16
-    bytes. along_k: whether these lines run along k."""
+    """Every kernel that products of these contracts and operand types may need whose lines of a and b start at
+    multiples of 16 bytes. along_k: whether these lines run along k."""
     path = {True: Load.K_MAJOR, False: Load.MN_MAJOR}
     return _builds(pairs, capability, frozenset((path[a], path[b]) for a, b in along_k))
 

@@ -14,6 +14,8 @@ from .column_sum import Sums
 from .device import SEEN, describe, missing
 from .gemm import Products
 from .implementation import CudaImplementation
+from .linear_logp import Deltas, Folds, Merges
+from .loader import KernelBuild
 from .rows import Rows
 from .scatter_sum import ScatterSums
 
@@ -34,15 +36,24 @@ class CudaBackend:
     deterministic = True
 
     def __init__(self) -> None:
+        products = Products()
         every: tuple[CudaImplementation[Any], ...] = (
-            Products(),
+            products,
             Sums(),
             Rows(),
             ScatterSums(),
+            Folds(products),
+            Merges(),
+            Deltas(products),
         )
         self.implementations: Mapping[type[Any], CudaImplementation[Any]] = {
             implementation.operation.problem: implementation for implementation in every
         }
+
+    def other_builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        """Every kernel that a device of this compute capability may need beside those of products, which are told
+        apart by contract (ahead.py)."""
+        return [build for one in self.implementations.values() for build in one.builds(capability)]
 
     def unavailable(self, device: Device) -> str | None:
         """Why device cannot run the kernels, or None where it can."""
@@ -55,8 +66,8 @@ class CudaBackend:
     def preload(
         self, device: Device, pairs: Iterable[tuple[Contract, DType]], along_k: Iterable[tuple[bool, bool]]
     ) -> int:
-        """Compile and load every kernel that products of these contracts and operand types may need, whose lines of a and b run
-        along k or not. Returns how many there are."""
+        """Compile and load every kernel that products of these contracts and operand types may need, whose lines of a
+        and b run along k or not. Returns how many there are."""
         from .ahead import of_layouts
         from .preload import load_all
 
@@ -64,8 +75,8 @@ class CudaBackend:
         return load_all(facts, of_layouts(pairs, along_k, facts.capability))
 
     def facts(self, device: Device) -> dict[str, str]:
-        """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract, and of
-        other operations those that have run."""
+        """What `detkern info` shows: the device, its driver, and how the self-checks came out: that of each contract,
+        and of other operations those that have run."""
         if missing(device.index):
             return {}
         facts = describe(device.index)

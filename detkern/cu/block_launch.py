@@ -23,8 +23,8 @@ _PLANS = 256  # numbers of rows of one layout, kept at most
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Everything about a launch but its pointers and its stream. further: (function, grid, threads) of the launches behind it, of
-    the same block. scratch_bytes: of memory whose pointer follows the parameters."""
+    """Everything about a launch but its pointers and its stream. further: (function, grid, threads) of the launches
+    behind it, of the same block. scratch_bytes: of memory whose pointer follows the parameters."""
 
     problem: Problem
     function: int  # CUfunction
@@ -52,8 +52,8 @@ class BlockRun(Generic[_P]):
         self.plans: PlanCache[int, BlockPlan] = PlanCache(_PLANS)
 
     def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
-        """Enqueue it. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does not
-        compile."""
+        """Enqueue it. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel
+        does not compile."""
         from .current import on_device
 
         plan = self.plans.get(m) or self.plans.recall(m)
@@ -85,7 +85,7 @@ def launch_block(function: int, grid: int, threads: int, shared_bytes: int, bloc
     """Enqueue a kernel (a CUfunction) that takes one block of parameters, on the device that is current."""
     from cupy.cuda import driver
 
-    # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the driver
-    # copies the block before it returns.
+    # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the
+    # driver copies the block before it returns.
     parameters = ctypes.c_char_p(block)
     driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), 0)

@@ -170,11 +170,14 @@ def launch(
 
 
 class Sums(CudaImplementation[ColumnSumProblem]):
-    """The bias gradient. Binary32 addition is the same on all devices, but one on which it has not been compared with the replay
-    is checked all the same, once."""
+    """The bias gradient. Binary32 addition is the same on all devices, but one on which it has not been compared with
+    the replay is checked all the same, once."""
 
     def __init__(self) -> None:
         super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE,))
+
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds()
 
     def explain(self, problem: ColumnSumProblem) -> Kernel:
         chosen = choose(problem, describe(problem.device.index).multiprocessors)
@@ -185,6 +188,6 @@ class Sums(CudaImplementation[ColumnSumProblem]):
         )
 
     def prepare(self, problem: ColumnSumProblem, execution: Execution) -> Run:
-        """What enqueues the sums. Nothing waits for the device, nothing is read back, no memory is taken: once the kernel has been
-        loaded, the call can be captured into a graph."""
+        """What enqueues the sums. Nothing waits for the device, nothing is read back, no memory is taken: once the
+        kernel has been loaded, the call can be captured into a graph."""
         return BlockRun(problem, _plan_for, _head)

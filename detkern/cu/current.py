@@ -1,5 +1,5 @@
-"""What every launch has around it: the problem's device made current, faults as DeviceError, scratch memory. Imports CuPy, so it
-comes in once a device is used."""
+"""What every launch has around it: the problem's device made current, faults as DeviceError, scratch memory. Imports
+CuPy, so it comes in once a device is used."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def on_device(
     call: Callable[[*_Arguments], _T],
     *arguments: *_Arguments,
 ) -> _T:
-    """call(*arguments) while the problem's device, and its primary context, are current in this thread; the earlier device
-    is afterwards.
+    """call(*arguments) while the problem's device, and its primary context, are current in this thread; the earlier
+    device is afterwards.
 
     Raises DeviceError where the device or its driver reports a fault.
     """

@@ -22,7 +22,8 @@ SEEN = ((9, 0),)
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A device's facts. driver: the driver's build ("580.159.04"), or the CUDA version it supports where it hides that."""
+    """A device's facts. driver: the driver's build ("580.159.04"),
+    or the CUDA version it supports where it hides that."""
 
     index: int
     name: str

@@ -1,6 +1,7 @@
 """The kernels of matrix products, a row each: what a launch, a choice or a build must know of a kernel file.
 
-Each file says in its head what its macros mean and how much shared memory and scratch they need; those formulas are repeated here.
+Each file says in its head what its macros mean and how much shared memory and scratch they need; those formulas are
+repeated here.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class GemmKernel:
     any_layout:   whether one of its tiles takes any strides and alignment: what a contract falls back on.
     threads:      of a CTA.
     shared_bytes: dynamic shared memory: SMEM_BYTES.
-    levels_in_registers: of a tree, that it keeps there; None: it computes no tree. The levels that fit neither there nor
-                  in shared memory are its scratch memory.
+    levels_in_registers: of a tree, that it keeps there; None: it computes no tree. The levels that fit neither there
+                  nor in shared memory are its scratch memory.
     macros:       what it is compiled with besides the tile's, by contract and tile.
     operand_maps: whether TMA brings the operands, by tensor maps, and the CTAs walk over the tiles.
     output_map:   whether it takes a tensor map of a 16-bit output whose rows are contiguous, and writes it well.
@@ -145,7 +146,8 @@ KERNELS: Mapping[str, GemmKernel] = {
             modelled=True,
         ),
         GemmKernel(
-            "mma", (MMA16, MMA8), _SIXTEEN, threads=_warps, shared_bytes=_with_slabs, macros=_step_macro, any_layout=True,
+            "mma", (MMA16, MMA8), _SIXTEEN, threads=_warps, shared_bytes=_with_slabs, macros=_step_macro,
+            any_layout=True,
         ),
         GemmKernel(
             "tree", (TREE,), _SIXTEEN, threads=_warps, macros=_threads_macro, any_layout=True, levels_in_registers=0,

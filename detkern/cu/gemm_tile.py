@@ -1,10 +1,11 @@
 """Tiles of the kernels of matrix products: the tables, and what is compiled for a tile.
 
-The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the load paths of A and B that it is built for
-("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k when every
-multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200 (`python -m benchmarks.cuda_gemm
---tiles`); and the operand types it is for, where not for all. Tiles of mma_wgmma.json are chosen by time_model.py instead,
-whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model (docs/hopper.md).
+The tables are tiles/<kernel>.json, one object a tile: its macros; `loads`, the load paths of A and B that it is built
+for ("any", "vector": without gathering, or a list such as "KM": K_MAJOR and MN_MAJOR); `wave_us`, the time of 4096 k
+when every multiprocessor holds CTAS_PER_SM CTAs, and `alone_us`, when it holds one, on an H200
+(`python -m benchmarks.cuda_gemm --tiles`); and the operand types it is for, where not for all. Tiles of mma_wgmma.json
+are chosen by time_model.py instead, whose numbers are in tiles/time_model.json; wave_us of fma_narrow.json is a model
+(docs/hopper.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .gemm_kernels import KERNELS, GemmKernel, level_bytes
 from .loader import KernelBuild
 
 __all__ = [
-    "SHARED_A", "SHARED_B", "Load", "Tile", "build_for", "fits", "portable_sources", "scratch_bytes", "shared_limit", "source_of",
+    "SHARED_A", "SHARED_B", "Load", "Tile", "build_for", "fits", "portable_sources", "scratch_bytes", "shared_limit",
+    "source_of",
     "table", "tiles_for",
 ]  # fmt: skip
 
@@ -30,7 +32,8 @@ _TABLES = Path(__file__).parent / "tiles"
 SHARED_A, SHARED_B = 1, 2
 
 # Dynamic shared memory that one CTA may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before it.
+# Compute Capability": the maximum per thread block). A capability that is not listed has that of the last one before
+# it.
 _SHARED_LIMIT = {
     (8, 0): 163 * 1024,
     (8, 6): 99 * 1024,
@@ -172,7 +175,8 @@ def _kernels_of(contract: Contract) -> list[GemmKernel]:
 
 
 def source_of(contract: Contract) -> str:
-    """The kernel file that computes `contract` on every device, whatever the load paths; there may be others besides."""
+    """The kernel file that computes `contract` on every device, whatever the load paths;
+    there may be others besides."""
     return next(kernel.source for kernel in _kernels_of(contract) if kernel.any_layout)
 
 

@@ -14,11 +14,12 @@ from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_quads, output_map_shape
 
 __all__ = [
-    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count", "writes",
+    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count",
+    "writes",
 ]  # fmt: skip
 
-# Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below which a
-# chain takes longer than memory.
+# Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below
+# which a chain takes longer than memory.
 _PREFETCH_UNIT = 32 * 1024
 _COLUMNS_OF_A_CHAIN = 12
 GRID_LIMIT = 2**31 - 1  # blocks along x
@@ -42,8 +43,9 @@ class Maps:
 
 @dataclass(slots=True)
 class Launch:
-    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps: where the
-    kernel takes them. prefetch_bytes: of B, that each CTA asks the L2 cache for while the grid before still ends."""
+    """A kernel and how it is launched: `grid` CTAs in a row, of `threads` threads, in clusters of `cluster`. maps:
+    where the kernel takes them. prefetch_bytes: of B, that each CTA asks the L2 cache for while the grid before still
+    ends."""
 
     tile: Tile
     build: KernelBuild
@@ -89,7 +91,8 @@ def _transposed(problem: GemmProblem) -> GemmProblem:
 
 
 def oriented(problem: GemmProblem, tile: Tile) -> GemmProblem:
-    """The problem as the tile's kernel has it: a swapped tile's is the transpose, but for the bias, which goes by rows then."""
+    """The problem as the tile's kernel has it: a swapped tile's is the transpose, but for the bias, which goes by rows
+    then."""
     return _transposed(problem) if tile.swapped else problem
 
 
@@ -99,14 +102,15 @@ def _along(size: int, unit: int, pairs: bool) -> int:
 
 
 def tile_count(problem: GemmProblem, tile: Tile) -> int:
-    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem: oriented."""
+    """The CTAs that the tiles would occupy, those of a cluster's tiles that are outside the output too. problem:
+    oriented."""
     count = _along(problem.m, tile["TILE_M"], tile.shares == SHARED_B)
     return count * _along(problem.n, tile["TILE_N"], tile.shares == SHARED_A) * math.prod(problem.batch)
 
 
 def _has_rows_to_share(problem: GemmProblem, tile: Tile) -> bool:
-    """Whether there is a whole tile of rows, where the CTAs of a cluster copy parts of tiles for one another: boxes of A
-    have no more rows than there are, and parts of such boxes are none that the kernel knows."""
+    """Whether there is a whole tile of rows, where the CTAs of a cluster copy parts of tiles for one another: boxes of
+    A have no more rows than there are, and parts of such boxes are none that the kernel knows."""
     return not tile.shares or problem.m >= tile["TILE_M"]
 
 
@@ -118,11 +122,12 @@ def launch_for(
 
 
 class Fitted:
-    """A tile for the products of one layout: what does not depend on m is worked out once, so that an m that was never seen
-    costs little."""
+    """A tile for the products of one layout: what does not depend on m is worked out once, so that an m that was never
+    seen costs little."""
 
     __slots__ = (
-        "_alone_to", "_build", "_least", "_loads", "_maps", "_most", "_others", "_prefetch", "_read", "_scratch", "_threads", "_tile",
+        "_alone_to", "_build", "_least", "_loads", "_maps", "_most", "_others", "_prefetch", "_read", "_scratch",
+        "_threads", "_tile",
         "_unit",
     )  # fmt: skip
 
@@ -136,8 +141,8 @@ class Fitted:
         rows, columns = (tile["TILE_M"], tile.shares == SHARED_B), (tile["TILE_N"], tile.shares == SHARED_A)
         self._unit, across = (columns, rows) if tile.swapped else (rows, columns)
         self._others = _along(problem.n, *across) * math.prod(problem.batch)
-        # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more CTAs than
-        # run at once, each of which walks over several tiles.
+        # Where scratch is a slot a CTA, or the loads of the next tile begin before the last one is written, no more
+        # CTAs than run at once, each of which walks over several tiles.
         walks = tile.by_tma or self._scratch > 0
         self._most = multiprocessors * tile["CTAS_PER_SM"] if walks else GRID_LIMIT
         self._least, self._alone_to = self._rows(problem.n, tile)
@@ -145,9 +150,9 @@ class Fitted:
 
     @staticmethod
     def _rows(n: int, tile: Tile) -> tuple[float, float]:
-        """The least m that the tile takes, and the largest for which its CTAs are in no clusters of two. Two run on a pair of
-        multiprocessors; of tiles below one another, which are launched one behind the other, what they read of B comes faster
-        there, whether the kernel knows of it or not."""
+        """The least m that the tile takes, and the largest for which its CTAs are in no clusters of two. Two run on a
+        pair of multiprocessors; of tiles below one another, which are launched one behind the other, what they read of
+        B comes faster there, whether the kernel knows of it or not."""
         least = tile["TILE_M"] if tile.shares else 0
         alone = -1 if tile.shares else tile["TILE_M"] if tile.kernel.pairs_ctas else math.inf
         if tile.swapped:  # n are the rows of its kernel
@@ -175,9 +180,9 @@ class Fitted:
 
 
 def _prefetch_bytes(problem: GemmProblem, tile: Tile, multiprocessors: int) -> tuple[int, int]:
-    """Launch.prefetch_bytes at least, and what a CTA reads of B for each of its tiles, where it asks for a quarter of that, up to
-    128 KiB (docs/hopper.md), or 0. 32 KiB where other CTAs ask for the same columns, as they do for more rows than a tile has, and
-    where a chain takes longer than memory: its first operands come behind the rest."""
+    """Launch.prefetch_bytes at least, and what a CTA reads of B for each of its tiles, where it asks for a quarter of
+    that, up to 128 KiB (docs/hopper.md), or 0. 32 KiB where other CTAs ask for the same columns, as they do for more
+    rows than a tile has, and where a chain takes longer than memory: its first operands come behind the rest."""
     if not tile.kernel.prefetches or problem.batch:
         return 0, 0
     if tile.swapped or tile.shares or problem.n < _COLUMNS_OF_A_CHAIN * multiprocessors:
@@ -201,7 +206,8 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
 
 
 def writes(tile: Tile, quads: bool, mapped: bool) -> bool:
-    """Whether a tile of mma_wgmma.json writes outputs that are rows of binary32 by 16 bytes, that have a tensor map, or neither."""
+    """Whether a tile of mma_wgmma.json writes outputs that are rows of binary32 by 16 bytes, that have a tensor map,
+    or neither."""
     return quads if tile.f32_out else not quads and bool(tile["STRIDED_OUT"] or mapped)
 
 
@@ -210,8 +216,9 @@ def along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
 
 
 class _FittedMaps:
-    """The maps of a tile for the products of one layout. Where the lines of a run along k, and so m of them lie below one another
-    as in the output, only their number changes with m. b's map is one for all, and keeps what the driver made of it."""
+    """The maps of a tile for the products of one layout. Where the lines of a run along k, and so m of them lie below
+    one another as in the output, only their number changes with m. b's map is one for all, and keeps what the driver
+    made of it."""
 
     __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_rest", "_tile")
 
@@ -259,8 +266,8 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
 def _operand_map(
     tile: Tile, shape: MapShape, tile_mn: int, load: Load, present: int | None = None, halves: bool = False
 ) -> MapShape:
-    """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves: each
-    CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
+    """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves:
+    each CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
     k_major = load == Load.K_MAJOR
     along, rows = (tile["TILE_K"], tile_mn) if k_major else (tile_mn, tile["TILE_K"])
     # Tiles that are not of whole boxes start anywhere between them.

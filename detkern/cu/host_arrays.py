@@ -1,5 +1,5 @@
-"""NumPy arrays through the kernels: copied to a device, computed on a stream of their own, copied back. The self-check runs on
-this, where no framework but CuPy need be at hand."""
+"""NumPy arrays through the kernels: copied to a device, computed on a stream of their own, copied back. The self-check
+runs on this, where no framework but CuPy need be at hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the implementations of all operations on CUDA share: a device on which one has not been compared with the replay checks
-it before it is offered."""
+"""What the implementations of all operations on CUDA share: a device on which one has not been compared with the replay
+checks it before it is offered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensors.execution import Execution
 from ..vocabulary.dtypes import DType
 from .device import SEEN, CudaDevice, describe
 from .host_arrays import placing
-from .loader import source_digest
+from .loader import KernelBuild, source_digest
 
 __all__ = ["CudaImplementation", "computed"]
 
@@ -46,6 +46,10 @@ class CudaImplementation(ABC, Generic[P]):
     @abstractmethod
     def prepare(self, problem: P, execution: Execution) -> Run:
         """What launches it."""
+
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        """Every build that a launch on a device of this compute capability may need, beside those of products."""
+        return []
 
     def differs(self, device: CudaDevice, variant: str, dtype: DType) -> str | None:
         """What the self-check has found against a variant on a device."""

@@ -67,9 +67,9 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
 
 @dataclass(slots=True)
 class Plan:
-    """Everything about a launch but its pointers and its stream. Kernel parameters come from `params`; `offsets` are what
-    is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes. swapped:
-    the kernel's a is the caller's b."""
+    """Everything about a launch but its pointers and its stream. Kernel parameters come from `params`; `offsets` are
+    what is added to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes.
+    swapped: the kernel's a is the caller's b."""
 
     problem: GemmProblem
     function: int  # CUfunction
@@ -92,8 +92,8 @@ class Layout:
         self._packed: dict[tuple[int, int], tuple[Launch, bytes, bytes, bytes]] = {}
 
     def params(self, problem: GemmProblem, chosen: Launch) -> bytes:
-        """`pack_params` of a problem of the layout. Of one kernel's only the rows and prefetch_bytes differ, and where there are
-        few rows the boxes."""
+        """`pack_params` of a problem of the layout. Of one kernel's only the rows and prefetch_bytes differ, and where
+        there are few rows the boxes."""
         key = id(chosen.tile), 0 if chosen.maps is None else chosen.maps.whole_boxes
         kept = self._packed.get(key)
         if kept is None:
@@ -153,8 +153,8 @@ def enqueue(
 
 
 class Launches:
-    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows, on which its tile
-    may depend. Nothing waits for the device, nothing is read back."""
+    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows, on which
+    its tile may depend. Nothing waits for the device, nothing is read back."""
 
     __slots__ = ("_layout", "_problem", "plans")
 
@@ -164,8 +164,8 @@ class Launches:
         self.plans: PlanCache[int, Plan] = PlanCache(_PLANS)
 
     def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
-        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does
-        not compile, before `out` is touched."""
+        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the
+        kernel does not compile, before `out` is touched."""
         a, b, bias = operands
         assert a is not None
         assert b is not None

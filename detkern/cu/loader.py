@@ -1,7 +1,7 @@
 """Kernel sources to loaded functions: NVRTC, a cache on disk, one module per device.
 
-A kernel is one .cu file and the macros that fix its tile. It is compiled to machine code of the device's architecture (to
-PTX, for the driver to compile, where NVRTC does not know the device yet), kept on disk under a name that hashes
+A kernel is one .cu file and the macros that fix its tile. It is compiled to machine code of the device's architecture
+(to PTX, for the driver to compile, where NVRTC does not know the device yet), kept on disk under a name that hashes
 everything the code depends on, and loaded once per device at first use.
 """
 
@@ -46,8 +46,8 @@ _SPECIFIC = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 
 @dataclass(frozen=True, slots=True)
 class KernelBuild:
-    """One compilation: a file of kernels/ and its macros, in the order given. name: what of the kernel a profiler should
-    show, in any characters."""
+    """One compilation: a file of kernels/ and its macros, in the order given. name: what of the kernel a profiler
+    should show, in any characters."""
 
     source: str
     macros: tuple[tuple[str, int], ...]
@@ -133,7 +133,8 @@ def supported_architectures() -> tuple[int, ...]:
 
 
 def loaded_architecture(capability: tuple[int, int]) -> str:
-    """The architecture whose kernels a device loads: `target`'s; without NVRTC the device's own, if the cache has kernels for it.
+    """The architecture whose kernels a device loads: `target`'s; without NVRTC the device's own, if the cache has
+    kernels for it.
 
     Raises BuildError where there is neither.
     """
@@ -266,7 +267,8 @@ def _say_once(build: KernelBuild, architecture: str) -> None:
     if not _said and not _cache_path(build, architecture).exists():
         _said = True
         _log.warning(
-            "detkern compiles CUDA kernels as calls need them, seconds each, once; `detkern build cuda` compiles all ahead"
+            "detkern compiles CUDA kernels as calls need them, seconds each, once; `detkern build cuda` compiles all "
+            "ahead"
         )
 
 

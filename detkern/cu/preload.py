@@ -15,7 +15,8 @@ __all__ = ["load_all"]
 
 
 def load_all(device: CudaDevice, builds: Sequence[KernelBuild]) -> int:
-    """Compile what the cache lacks, by threads (NVRTC lets go of the interpreter), and load all of it; returns the number.
+    """Compile what the cache lacks, by threads (NVRTC lets go of the interpreter), and load all of it; returns the
+    number.
 
     Raises BuildError where a kernel does not compile, DeviceError where the device does not load one.
     """

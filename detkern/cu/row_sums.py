@@ -43,7 +43,8 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SumTile:
-    """How the kernel is built: the macros of row_sums.cu. along: a thread's piece is of one row, else of neighbouring rows.
+    """How the kernel is built: the macros of row_sums.cu. along: a thread's piece is of one row,
+    else of neighbouring rows.
     vector: a piece is 16 bytes, else an element. across: pieces side by side (R). down: pieces of a row (C)."""
 
     along: bool
@@ -114,7 +115,8 @@ def tiles() -> tuple[SumTile, ...]:
 def build_for(squares: bool, operand: DType, tile: SumTile, phase: Phase) -> KernelBuild:
     """What is compiled for a kind of terms, the operand's type, a tile and a phase."""
     macros = (
-        ("SQUARES", int(squares)), ("OPERAND", operand.code), ("ALONG", int(tile.along)), ("PIECE", tile.piece(operand)),
+        ("SQUARES", int(squares)), ("OPERAND", operand.code), ("ALONG", int(tile.along)),
+        ("PIECE", tile.piece(operand)),
         ("R", tile.across), ("C", tile.down), ("PIECES", tile.pieces), ("HELD", int(tile.held)), ("PHASE", int(phase)),
     )  # fmt: skip
     lies, held = "along" if tile.along else "across", " held" if tile.held else ""

@@ -26,7 +26,8 @@ from .loader import KernelBuild, load_function
 from .row_sums import SumLaunch
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds", "choose", "holds",
+    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds", "choose",
+    "holds",
     "launch", "load_path", "pack_params", "tiles_for",
 ]  # fmt: skip
 
@@ -170,8 +171,8 @@ def _along_rows(problem: RowProblem) -> bool:
 
 
 def load_path(problem: RowProblem) -> RowLoad:
-    """VECTOR where columns are adjacent and two operands' rows begin equally far past a multiple of 16 bytes; where that is
-    not known, STRIDED."""
+    """VECTOR where columns are adjacent and two operands' rows begin equally far past a multiple of 16 bytes; where
+    that is not known, STRIDED."""
     matrices = [problem.a, problem.b] if _two(problem.kind) else [_wide(problem)]
     if all(matrix is not None and matrix.col_stride == 1 for matrix in matrices):
         a, b = matrices[0], matrices[-1]
@@ -185,7 +186,8 @@ def load_path(problem: RowProblem) -> RowLoad:
 
 
 def holds(problem: RowProblem, tile: RowTile) -> bool:
-    """Whether the tile's threads have all columns of a row at once. A row that begins within a piece needs a piece more."""
+    """Whether the tile's threads have all columns of a row at once. A row that begins within a piece needs a piece
+    more."""
     wide = _wide(problem)
     if tile.load == RowLoad.VECTOR and not wide.aligned(wide.row_stride):
         return problem.n + 16 // wide.dtype.itemsize - 1 <= tile.columns
@@ -207,7 +209,8 @@ def _tile(problem: RowProblem, capability: tuple[int, int], multiprocessors: int
 def choose(
     problem: RowProblem, capability: tuple[int, int], multiprocessors: int, tile: RowTile | None = None
 ) -> RowLaunch:
-    """The launch of a problem: the smallest tile that holds a row, so that it is read once. tile: another one, for tests."""
+    """The launch of a problem: the smallest tile that holds a row, so that it is read once. tile: another one, for
+    tests."""
     tile = tile or _tile(problem, capability, multiprocessors)
     operand = _wide(problem).dtype if len(_operands(problem.kind)) > 1 else F32
     tiles = -(-problem.m * prod(problem.batch) // tile.rows)
@@ -278,6 +281,9 @@ class Rows(CudaImplementation[RowProblem]):
     def __init__(self) -> None:
         super().__init__(ROWS, lambda variant: (SOURCE, row_sums.SOURCE))
 
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds(capability)
+
     def explain(self, problem: RowProblem) -> Kernel:
         device = describe(problem.device.index)
         if sums := row_sums.choose(problem, device.multiprocessors):
@@ -297,6 +303,6 @@ class Rows(CudaImplementation[RowProblem]):
         )
 
     def prepare(self, problem: RowProblem, execution: Execution) -> Run:
-        """What enqueues the operation. Nothing waits for the device, nothing is read back, and memory is taken where few rows are
-        long: once the kernels have been loaded, the call can be captured into a graph."""
+        """What enqueues the operation. Nothing waits for the device, nothing is read back, and memory is taken where
+        few rows are long: once the kernels have been loaded, the call can be captured into a graph."""
         return BlockRun(problem, _plan_for, _head)

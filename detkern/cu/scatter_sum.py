@@ -1,8 +1,8 @@
 """Scattered sums on CUDA: the sources put in order of their rows (scatter_sort.cu), then one chain for each element
 (scatter_sum.cu): builds, argument blocks, scratch memory and launches. None of the choices here can change a bit.
 
-The sort is our own because no library's can be used here: Thrust's, which CuPy calls, waits for the device, which a graph capture
-refuses, and PyTorch's takes its own tensors alone.
+The sort is our own because no library's can be used here: Thrust's, which CuPy calls, waits for the device, which a
+graph capture refuses, and PyTorch's takes its own tensors alone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ALL, _COUNT, _SCAN, _MOVE = range(4)
 # Threads, and pairs of each, by phase.
 _SHAPES = {_ALL: (1024, 4), _COUNT: (256, 16), _SCAN: (256, 16), _MOVE: (256, 16)}
 _ONE_TILE, _TILE = 1024 * 4, 256 * 16
-# A row with more sources is summed by CTAs of its own. One thread sums 16 pieces one after the other, so what its chains take
-# must be little beside the whole; the CTAs that look for such rows must be few beside it, of many sources.
+# A row with more sources is summed by CTAs of its own. One thread sums 16 pieces one after the other, so what its
+# chains take must be little beside the whole; the CTAs that look for such rows must be few beside it, of many sources.
 _FEW, _FEW_OF_MANY, _MANY = 16, 64, 1 << 16
 # Pieces of 16 bytes, or elements, of a task: 16 for each thread.
 _TASK = 16 * THREADS
@@ -65,7 +65,8 @@ def sum_build(operand: DType, pieces: bool) -> KernelBuild:
     """What is compiled for sources of a type, read in pieces of 16 bytes or element by element."""
     shared = STAGES * STAGE_BYTES
     macros = (
-        ("OPERAND", operand.code), ("VECTOR", int(pieces)), ("THREADS", THREADS), ("STAGES", STAGES), ("SMEM_BYTES", shared),
+        ("OPERAND", operand.code), ("VECTOR", int(pieces)), ("THREADS", THREADS), ("STAGES", STAGES),
+        ("SMEM_BYTES", shared),
     )  # fmt: skip
     return KernelBuild(SOURCE, macros, shared, f"scatter_sum {operand.short} {'pieces' if pieces else 'elements'}")
 
@@ -193,7 +194,8 @@ def _plan_for(problem: ScatterSumProblem, stream: int) -> _Plan:
 
 
 def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView, execution: Execution) -> None:
-    """Launch a plan on the execution's stream, on the device that is current. What one launch writes the next one reads."""
+    """Launch a plan on the execution's stream, on the device that is current. What one launch writes the next one
+    reads."""
     from .current import scratch_memory
 
     problem, work, stream = plan.problem, plan.work, execution.stream
@@ -234,8 +236,8 @@ class _Sums:
         self.plans: PlanCache[int, _Plan] = PlanCache(_PLANS)
 
     def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
-        """Enqueue the sums. Raises DeviceError where the device or its driver reports a fault, BuildError where a kernel does not
-        compile, before `out` is touched."""
+        """Enqueue the sums. Raises DeviceError where the device or its driver reports a fault, BuildError where a
+        kernel does not compile, before `out` is touched."""
         from .current import on_device
 
         source, index = operands
@@ -251,11 +253,14 @@ class _Sums:
 
 
 class ScatterSums(CudaImplementation[ScatterSumProblem]):
-    """The scattered sum. Binary32 addition is the same on all devices, but one on which it has not been compared with the replay
-    is checked all the same, once."""
+    """The scattered sum. Binary32 addition is the same on all devices, but one on which it has not been compared with
+    the replay is checked all the same, once."""
 
     def __init__(self) -> None:
         super().__init__(SCATTER_SUM, lambda variant: (SORT_SOURCE, SOURCE))
+
+    def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
+        return builds()
 
     def refuses(self, problem: ScatterSumProblem) -> str | None:
         if max(problem.m, problem.rows) > LIMIT:
@@ -269,11 +274,12 @@ class ScatterSums(CudaImplementation[ScatterSumProblem]):
         return Kernel(
             name=f"scatter_sum ({SOURCE})",
             tile=f"{work.units} {'sources' if problem.accumulate else 'rows'} x {work.pieces} columns, {pieces}",
-            geometry=f"{sort} launches of the sort, then grid {work.grid}, {THREADS} threads, {STAGES * STAGE_BYTES} bytes shared",
+            geometry=f"{sort} launches of the sort, then grid {work.grid}, {THREADS} threads, {STAGES * STAGE_BYTES} "
+            f"bytes shared",
             scratch_bytes=work.scratch_bytes if problem.m else 0,
         )
 
     def prepare(self, problem: ScatterSumProblem, execution: Execution) -> Run:
-        """What enqueues the sums. Nothing waits for the device and nothing is read back: once the kernels have been loaded, the
-        call can be captured into a graph."""
+        """What enqueues the sums. Nothing waits for the device and nothing is read back: once the kernels have been
+        loaded, the call can be captured into a graph."""
         return _Sums(problem)

@@ -1,9 +1,10 @@
 """How TMA sees an operand: the shape of its tensor map, and the maps themselves, which hold a pointer.
 
 A map has four dimensions: along the operand's contiguous lines, across them, from box to box along the lines, and the
-batch. Of a batch of two dimensions the inner one is the third, and lines are not cut. Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the
-limits). Lines of whole boxes are cut into these, so that one copy takes all the boxes of a stage; others are not, their
-third dimension is 1, and what a box has beyond a line's end is zeros.
+batch. Of a batch of two dimensions the inner one is the third, and lines are not cut. Boxes are 64 elements wide, a row
+of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the limits). Lines of whole boxes are cut into
+these, so that one copy takes all the boxes of a stage; others are not, their third dimension is 1, and what a box has
+beyond a line's end is zeros.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ _MAPS = 256  # kept of one shape at most, a map 128 bytes
 
 @functools.cache
 def available() -> bool:
-    """Whether tensor maps can be made here: cuda-bindings makes and launches with them. Says once what it would bring."""
+    """Whether tensor maps can be made here: cuda-bindings makes and launches with them.
+    Says once what it would bring."""
     try:
         found = importlib.util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:  # no package called cuda at all
         found = False
     if not found:
         warnings.warn(
-            "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same bits; "
+            "cuda-bindings is not installed: mma16 and tree-mma16 run on general kernels, slower and with the same "
+            "bits; "
             f"{install('cuda13', 'cuda12')}",
             stacklevel=2,
         )
@@ -57,8 +60,9 @@ def available() -> bool:
 @dataclass(slots=True)
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
-    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`); inner:
-    size and stride of a second batch dimension, inside of the one in `sizes`; width: of a box, along the lines."""
+    two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`);
+    inner: size and stride of a second batch dimension, inside of the one in `sizes`; width: of a box, along the lines.
+    """
 
     dtype: DType
     sizes: tuple[int, int, int]
@@ -128,8 +132,8 @@ def bindings() -> Any:
 # What differs with the number of lines is in none of these.
 @functools.lru_cache(maxsize=1024)
 def _constants(driver: Any, code: int, strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
-    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the bindings want
-    them. code: of the type."""
+    """The type, the strides, the sizes of a box, the steps, and the last arguments of cuTensorMapEncodeTiled, as the
+    bindings want them. code: of the type."""
     kinds = driver.CUtensorMapDataType
     kind = {
         F16.code: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -1,7 +1,7 @@
 """Which tile computes a problem. It can change a time, never a bit.
 
-Tiles of mma_wgmma.cu are chosen by the model of time_model.py. Of the other kernels, what was measured on whole shapes (tuned.py)
-goes before what `wave_us` of the tables predicts.
+Tiles of mma_wgmma.cu are chosen by the model of time_model.py. Of the other kernels, what was measured on whole shapes
+(tuned.py) goes before what `wave_us` of the tables predicts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _broken(matrix: Matrix) -> bool:
 
 
 class _Layout(NamedTuple):
-    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands. quads,
-    mapped: of the output, as `geometry.writes` asks."""
+    """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands.
+    quads, mapped: of the output, as `geometry.writes` asks."""
 
     operand: DType
     n: int
@@ -131,8 +131,8 @@ def _prepared(tiles: Sequence[Tile], layout: _Layout, multiprocessors: int) -> t
 
 
 def predicted_us(problem: GemmProblem, tile: Tile, multiprocessors: int) -> float:
-    """A time to compare tiles of one table by: time_model.py's where that knows the kernel. Else by the table: full waves of
-    CTAs, then what is left on the multiprocessors; no less than the operands take from memory."""
+    """A time to compare tiles of one table by: time_model.py's where that knows the kernel. Else by the table: full
+    waves of CTAs, then what is left on the multiprocessors; no less than the operands take from memory."""
     if tile.kernel.modelled:
         layout = _layout(problem, load_paths(problem))
         return float(time_model.times_us(_prepared((tile,), layout, multiprocessors), problem.m)[0])
@@ -164,8 +164,8 @@ def candidates(problem: GemmProblem, capability: tuple[int, int], loads: tuple[L
 
 @functools.lru_cache(maxsize=2048)
 def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
-    """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices (`_choice`), which
-    take four times as long as one. None where there are none."""
+    """The tiles that time_model.py predicts to be fastest, of those that take the rows, for `_AT_ONCE` choices
+    (`_choice`), which take four times as long as one. None where there are none."""
     first = group * _AT_ONCE
     whole, rows = zip(*map(_rows_of_choice, range(first, first + _AT_ONCE)), strict=True)
     times = time_model.times_us_of_each(found.prepared, rows)
@@ -178,8 +178,8 @@ def _fastest(found: _Modelled, group: int) -> list[Tile | None]:
     ]
 
 
-# Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8 and one for
-# what is between two of them, since sides of tiles are multiples of 8.
+# Choices by the model are numbered: up to _EACH_M there is one for every m, from there on one for each multiple of 8
+# and one for what is between two of them, since sides of tiles are multiples of 8.
 _AT_ONCE = 32
 _EACH_CHOICE = np.arange(_AT_ONCE)
 
@@ -237,7 +237,8 @@ class Chooser:
         return _modelled(_layout(problem, self._loads), self._capability, self._multiprocessors)
 
     def _fastest_modelled(self, problem: GemmProblem) -> Tile | None:
-        """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the problem."""
+        """The tile of mma_wgmma.json that time_model.py predicts to be fastest; None where none can compute the
+        problem."""
         m = problem.m
         if m > self._most:
             able = [tile for tile in candidates(problem, self._capability, self._loads) if tile.kernel.modelled]

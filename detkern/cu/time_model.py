@@ -1,6 +1,7 @@
 """How long a tile of mma_wgmma.cu takes for a product: what tiles are chosen by. It can change a time, never a bit.
 
-A product is [m, k] @ [k, n]; a tile is BM x BN of what its kernel computes (of the transpose, where it is swapped). In µs,
+A product is [m, k] @ [k, n]; a tile is BM x BN of what its kernel computes (of the transpose, where it is swapped). In
+µs,
 
     time = shape * (FIXED + cut + (computing^4 + memory^4 + cache^4)^(1/4))
 
@@ -9,12 +10,12 @@ A product is [m, k] @ [k, n]; a tile is BM x BN of what its kernel computes (of 
     memory    = MEMORY * (operands + output + what is read again) / bandwidth * (ceil(w) / w)^(1/4)
     cache     = what all CTAs read / bandwidth, less where many read the same at one time
 
-w is the tiles for each multiprocessor; walks is its whole part and, for what is left, ALONE to 1 the more CTAs still run.
-tensor is BM/64 * BN/2 cycles; shared is what wgmma reads and TMA writes at 128 bytes a cycle; entering are the rows and columns
-that come from the L2 cache, at 64 bytes a cycle; a chain's step takes 16.6 + BN/4 (docs/hopper.md). cut is for lines that end
-inside of a box of 64 elements, which TMA fills slowly. FIXED, TILE, STEP, ALONE, MEMORY and the three slopes of `shape` (in the
-logarithms of m, n and k) are a tile's own numbers and `Shared` is one set for all; `python -m benchmarks.fit` fits them to
-products drawn at random and judges them on others.
+w is the tiles for each multiprocessor; walks is its whole part and, for what is left, ALONE to 1 the more CTAs still
+run. tensor is BM/64 * BN/2 cycles; shared is what wgmma reads and TMA writes at 128 bytes a cycle; entering are the
+rows and columns that come from the L2 cache, at 64 bytes a cycle; a chain's step takes 16.6 + BN/4 (docs/hopper.md).
+cut is for lines that end inside of a box of 64 elements, which TMA fills slowly. FIXED, TILE, STEP, ALONE, MEMORY and
+the three slopes of `shape` (in the logarithms of m, n and k) are a tile's own numbers and `Shared` is one set for all;
+`python -m benchmarks.fit` fits them to products drawn at random and judges them on others.
 """
 
 from __future__ import annotations
@@ -50,23 +51,26 @@ Value = Any
 
 _FILE = Path(__file__).parent / "tiles" / "time_model.json"
 
-# A tile's own numbers, and what they are where a tile has none. step, tile, fixed and memory: factors of what all tiles have.
-# alone: added to the logit of Shared.alone. by_m, by_n, by_k: slopes of the logarithm of the time, by logarithms of the sizes.
+# A tile's own numbers, and what they are where a tile has none. step, tile, fixed and memory: factors of what all tiles
+# have.
+# alone: added to the logit of Shared.alone. by_m, by_n, by_k: slopes of the logarithm of the time, by logarithms of the
+# sizes.
 OWN = {"step": 1.0, "tile": 1.0, "fixed": 1.0, "alone": 0.0, "memory": 1.0, "by_m": 0.0, "by_n": 0.0, "by_k": 0.0}
 
-# The numbers of all tiles and where the fit begins. tensor, shared, entering, chain: factors of the cycles that the hardware's
-# rates give. pair: of what two CTAs below one another both read, the part that comes once. shared_a, shared_b: of an operand
-# that a cluster shares, the part that each CTA waits for. km, mm: factors of a step, by load paths. broken_a, broken_b: of a
-# step, where lines are not of whole 128 bytes. padding: of the k that fill up the last stage. fixed_us and fixed_area_us (of
-# 128 x 128): of a grid. tile_us, out_us and area_us (of 128 x 128 outputs that there are, and of the tile's): of a tile;
-# few_us: of a tile of more than 64 rows that has not all of them. f32, accumulate: factors of out_us, area_us and few_us. tb_s:
-# of memory. cache_tb_s: of L2. again: of what a wave has to read again; resident_mb: operands that L2 keeps. cut_k_ns,
-# cut_mn_ns: for each line of a tile that ends inside of a box, for K-major and for MN-major operands.
+# The numbers of all tiles and where the fit begins. tensor, shared, entering, chain: factors of the cycles that the
+# hardware's rates give. pair: of what two CTAs below one another both read, the part that comes once. shared_a,
+# shared_b: of an operand that a cluster shares, the part that each CTA waits for. km, mm: factors of a step, by load
+# paths. broken_a, broken_b: of a step, where lines are not of whole 128 bytes. padding: of the k that fill up the last
+# stage. fixed_us and fixed_area_us (of 128 x 128): of a grid. tile_us, out_us and area_us (of 128 x 128 outputs that
+# there are, and of the tile's): of a tile; few_us: of a tile of more than 64 rows that has not all of them. f32,
+# accumulate: factors of out_us, area_us and few_us. tb_s: of memory. cache_tb_s: of L2. again: of what a wave has to
+# read again; resident_mb: operands that L2 keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a
+# box, for K-major and for MN-major operands.
 SHARED = {
-    "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair": 0.6, "shared_a": 0.5, "shared_b": 0.5, "km": 1.0,
-    "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5, "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1,
-    "out_us": 0.8, "area_us": 0.05, "few_us": 0.3, "f32": 3.0, "accumulate": 2.0, "alone": 0.75, "tb_s": 4.8,
-    "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
+    "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair": 0.6, "shared_a": 0.5, "shared_b": 0.5,
+    "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5, "fixed_us": 1.4, "fixed_area_us": 0.4,
+    "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3, "f32": 3.0, "accumulate": 2.0, "alone": 0.75,
+    "tb_s": 4.8, "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
 }  # fmt: skip
 
 _CLOCK = 1700.0  # cycles a µs
@@ -76,9 +80,9 @@ _FEW_COLUMNS = 8.0  # FEW_COLUMNS of pipeline.cuh's TileWalk, of swapped tiles
 
 
 class TileShapes(NamedTuple):
-    """The tiles, a value each: what the model knows of their kernels. rows, columns, stage_k: of a tile; share: 1 and 2 where
-    the CTAs of a cluster share A or B; band: rows of tiles that are walked over together; fills: whole boxes of A are copied
-    where there are fewer rows."""
+    """The tiles, a value each: what the model knows of their kernels. rows, columns, stage_k: of a tile; share: 1 and 2
+    where the CTAs of a cluster share A or B; band: rows of tiles that are walked over together; fills: whole boxes of A
+    are copied where there are fewer rows."""
 
     rows: Array
     columns: Array
@@ -97,8 +101,8 @@ class Numbers(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the time depends on besides m. k_major: whether the lines of a and b run along k. broken: whether they are not at
-    multiples of 128 bytes. out_bytes: of an output, read and written."""
+    """What the time depends on besides m. k_major: whether the lines of a and b run along k. broken: whether they are
+    not at multiples of 128 bytes. out_bytes: of an output, read and written."""
 
     n: Value
     k: Value
@@ -111,7 +115,8 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What does not depend on m, so that an m that was never seen costs little; a value a tile where it is not one for all."""
+    """What does not depend on m, so that an m that was never seen costs little; a value a tile where it is not one for
+    all."""
 
     unit: Array  # rows of m that a tile, or a pair of them, takes
     extent: Array  # of a tile along m
@@ -252,8 +257,8 @@ def _read(p: Prepared, m: Value) -> tuple[Array, Array, Array]:
 
 
 def times_us_of_each(prepared: Prepared, rows: Sequence[int]) -> Array:
-    """The time of every tile, in µs, for each m, ascending: [m, tiles]. Every value is what `times_us` has; of 32 m it takes
-    four times as long."""
+    """The time of every tile, in µs, for each m, ascending: [m, tiles]. Every value is what `times_us` has; of 32 m it
+    takes four times as long."""
     m, slopes = np.array([rows, [_of_m(m) for m in rows]])[:, :, None]
     return _times_us(prepared, m, slopes, rows[-1], rows[0] > prepared.settled)
 
@@ -308,7 +313,8 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
 
 
 def _centred(size: Value, least: int, centre: int) -> Value:
-    """A size's logarithm as the slopes take it: 0 at `centre`, 1 at 16 times that; beyond where sizes were timed it stays."""
+    """A size's logarithm as the slopes take it: 0 at `centre`, 1 at 16 times that; beyond where sizes were timed it
+    stays."""
     if isinstance(size, int):
         return min(max(math.log2(max(size, least) / centre) / 4, -1.5), 1.5)
     return np.clip(np.log2(np.maximum(size, least) / centre) / 4, -1.5, 1.5)

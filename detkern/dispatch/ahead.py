@@ -14,8 +14,8 @@ from . import registry
 
 __all__ = ["LAYOUTS", "preload"]
 
-# How a [M, K] and b [K, N] lie, as BLAS names it: n in rows, t in columns (the transpose in rows). Whether the lines of each run
-# along k.
+# How a [M, K] and b [K, N] lie, as BLAS names it: n in rows, t in columns (the transpose in rows). Whether the lines of
+# each run along k.
 LAYOUTS = {"nn": (True, False), "nt": (True, True), "tn": (False, False), "tt": (False, True)}
 
 
@@ -26,25 +26,26 @@ def preload(
     dtypes: Any = None,
     layouts: str | Iterable[str] = ("nt", "nn", "tn"),
 ) -> int:
-    """Compile and load every kernel that products of these kinds may need, so that none of them does it later: a server calls it
-    before it serves, and a graph may then capture products that were never called.
+    """Compile and load every kernel that products of these kinds may need, so that none of them does it later: a server
+    calls it before it serves, and a graph may then capture products that were never called.
 
     Args:
         device: the ordinal of a CUDA device, or a name such as "cuda:0" or "cpu"; a torch.device.
         contracts: names of contracts. Default: for each type the one that a call gets that names none.
         dtypes: types of the operands, or one. Default: float32, float16 and bfloat16.
-        layouts: how the operands lie: "nt" as in `linear` (weight [N, K]), "nn" as in `gemm` of arrays in rows and in the
-            gradient of x, "tn" as in the gradient of a weight, "tt". Lines start at multiples of 16 bytes; operands that have
-            to be gathered element by element are another kind, which loads when it is first used.
+        layouts: how the operands lie: "nt" as in `linear` (weight [N, K]), "nn" as in `gemm` of arrays in rows and in
+            the gradient of x, "tn" as in the gradient of a weight, "tt". Lines start at multiples of 16 bytes; operands
+            that have to be gathered element by element are another kind, which loads when it is first used.
 
     Returns:
-        The number of kernels that are loaded now, whether by this call or before. On the CPU 1, the library, or 0 where the
-        NumPy version serves.
+        The number of kernels that are loaded now, whether by this call or before. On the CPU 1, the library, or 0 where
+        the NumPy version serves.
 
     Raises:
         ArgumentError: a device or a layout that there is not. DTypeError: a type that products do not take.
         ContractUnsupported: a contract that no backend has on the device for one of the types, or none for any.
-        BackendUnavailable: no backend runs on the device, or what runs there has nothing that can be loaded ahead (Triton, NPUs).
+        BackendUnavailable: no backend runs on the device, or what runs there has nothing that can be loaded ahead
+            (Triton, NPUs).
         BuildError: a kernel does not compile.
     """
     where = device_of(device)

@@ -23,9 +23,9 @@ class Kernel:
     scratch_bytes: int = 0
 
 
-# (rows, operands in the problem's order, out, execution): enqueue the work on the execution's stream. The number of rows may
-# differ from call to call, unless one of the two is 1; the views give the pointers of the first elements, all else is the
-# problem's. There is at least one element to compute.
+# (rows, operands in the problem's order, out, execution): enqueue the work on the execution's stream. The number of
+# rows may differ from call to call, unless one of the two is 1; the views give the pointers of the first elements, all
+# else is the problem's. There is at least one element to compute.
 Run = Callable[[int, Operands, TensorView, Execution], None]
 
 _P_contra = TypeVar("_P_contra", bound=Problem, contravariant=True)
@@ -41,8 +41,9 @@ class Implementation(Protocol[_P_contra]):
         """What would be launched for it. Compiles nothing."""
 
     def prepare(self, problem: _P_contra, execution: Execution) -> Run:
-        """What computes the problem, and the same layout with any number of rows. Kept by the caller for as long as calls of
-        that layout come, so whatever can be worked out once is worked out here or at the first call of a number of rows.
+        """What computes the problem, and the same layout with any number of rows. Kept by the caller for as long as
+        calls of that layout come, so whatever can be worked out once is worked out here or at the first call of a
+        number of rows.
 
         Raises DeviceError or BuildError."""
 
@@ -50,7 +51,8 @@ class Implementation(Protocol[_P_contra]):
 class Backend(Protocol):
     """A backend knows problems and views, never torch or jax. Dispatch refuses the operations that it does not name.
 
-    One that has something to load ahead also has `preload`, as `CudaBackend` does; `detkern.preload` names those that lack it.
+    One that has something to load ahead also has `preload`, as `CudaBackend` does; `detkern.preload` names those that
+    lack it.
     """
 
     name: str

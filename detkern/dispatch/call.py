@@ -18,6 +18,7 @@ __all__ = ["Call", "rehearsals", "rehearse"]
 
 # How many rehearsals are at work in the process, so that a call that is none need not ask whether its own thread's is.
 rehearsals: list[None] = []
+_WHOLE = ("index", "target")
 _copies: ContextVar[list[str] | None] = ContextVar("copies", default=None)
 
 
@@ -30,7 +31,8 @@ class Rehearsed(Exception):
 
 
 def rehearse(function: Callable[..., Any], *operands: Any, **settings: Any) -> tuple[Planned, list[str]]:
-    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or written.
+    """The plan of a public call, and one sentence for each operand that it would copy: nothing is run, copied or
+    written.
 
     Raises what the call would.
     """
@@ -74,7 +76,8 @@ class Call:
         leader: int = 0,
         planned_copies: list[str] | None = None,
     ) -> None:
-        """operands: array and name of each; only one called "bias" may be None, only one called "index" holds whole numbers.
+        """operands: array and name of each; only one called "bias" may be None, only "index" and "target" hold whole
+        numbers.
         planned_copies: a list makes this a rehearsal, in which nothing is copied (see Adapter.view)."""
         if rehearsals and planned_copies is None:
             planned_copies = _copies.get()
@@ -97,7 +100,7 @@ class Call:
             else:
                 adapter = adapter_for(other, name)
                 view = adapter.view(other, name, execution.stream, planned_copies)
-                if (view.dtype is I64 or view.dtype is I32) and name != "index":
+                if (view.dtype is I64 or view.dtype is I32) and name not in _WHOLE:
                     raise _whole(name, view, adapter)
                 if view.device is not device and view.device != device:
                     raise _elsewhere(name, view, argument, lead_view)
@@ -120,8 +123,8 @@ class Call:
                 raise _elsewhere("out", self.out, argument, lead_view)
 
     def complete(self, planned: Planned) -> Any:
-        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give what the
-        caller gets."""
+        """Run a plan of this call into the caller's `out`, checked against the operands, or into new memory, and give
+        what the caller gets."""
         if rehearsals and _copies.get() is not None:
             self.refuse_overlap()
             raise Rehearsed(planned)

@@ -1,9 +1,9 @@
 """Plans: what a call of one layout will do, worked out once and used by every later one.
 
-A plan depends on strides, types, alignment, sizes and flags, never on data, and where the rows of a call are one dimension in
-memory not on their number: that is an argument of `run`. NumPy, CuPy and JAX callers, PyTorch's fast path and the engine find
-their plans here, under keys that the operation's own module builds (operations/*/checks.py). All errors that a call can give
-before its launch are raised there or in tensors/.
+A plan depends on strides, types, alignment, sizes and flags, never on data, and where the rows of a call are one
+dimension in memory not on their number: that is an argument of `run`. NumPy, CuPy and JAX callers, PyTorch's fast path
+and the engine find their plans here, under keys that the operation's own module builds (operations/*/checks.py). All
+errors that a call can give before its launch are raised there or in tensors/.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def forget_plans() -> None:
 
 
 def on_forget(forget: Callable[[], None]) -> None:
-    """Have `forget` called with the plans' own end, for whoever keeps something that was made of what backends offer."""
+    """Have `forget` called with the plans' own end,
+    for whoever keeps something that was made of what backends offer."""
     _derived.append(forget)
 
 
@@ -99,8 +100,8 @@ FREE_ROWS, FREE_COLUMNS = 1 << 31, 1 << 29
 
 
 def rows_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
-    """All dimensions but the last as one: how many rows there are and the stride between them; None where no one stride leads
-    through them, where there are none, and where there are very many."""
+    """All dimensions but the last as one: how many rows there are and the stride between them; None where no one stride
+    leads through them, where there are none, and where there are very many."""
     rank = len(shape)
     if rank == 2:
         m, row = shape[0], strides[0]

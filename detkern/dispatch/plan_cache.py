@@ -13,9 +13,10 @@ _V = TypeVar("_V")
 
 
 class PlanCache(Generic[_K, _V]):
-    """At most `limit` plans by their keys, for any number of threads. Where one more comes, those go that were not used for
-    longest, half of `limit` at a time: a stream of keys that are used once does not drive out one that is used all along. What
-    goes is found no more, and given back one by one, as others come: a hundred plans at once would take as long as ten calls.
+    """At most `limit` plans by their keys, for any number of threads. Where one more comes, those go that were not used
+    for longest, half of `limit` at a time: a stream of keys that are used once does not drive out one that is used all
+    along. What goes is found no more, and given back one by one, as others come: a hundred plans at once would take as
+    long as ten calls.
 
     A look-up is `get(key) or recall(key)`: `get` finds what was used of late, and takes no lock.
     """

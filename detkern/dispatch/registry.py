@@ -80,8 +80,8 @@ def kinds_of(operation: Operation[Any]) -> frozenset[str]:
 
 
 def select(problem: Problem, name: str | None) -> tuple[Backend, Implementation[Any]]:
-    """The first backend of the table that implements the problem's operation on its device and refuses nothing, or the one
-    named, with its implementation.
+    """The first backend of the table that implements the problem's operation on its device and refuses nothing, or the
+    one named, with its implementation.
 
     Raises BackendUnavailable or ContractUnsupported with what each backend answered; DeviceError where the table has
     no row for the device.
@@ -156,8 +156,8 @@ def offers(device: Device) -> list[tuple[Row, Backend, str | None]]:
 
 
 def computed(backend: Backend, operation: Operation[Any], device: Device) -> list[tuple[str, DType]]:
-    """The variants and operand types of an operation that a backend computes on a device; runs the self-checks that have not
-    run yet. Nothing where it cannot run, or follows no contract."""
+    """The variants and operand types of an operation that a backend computes on a device; runs the self-checks that
+    have not run yet. Nothing where it cannot run, or follows no contract."""
     implementation = backend.implementations.get(operation.problem)
     if implementation is None or not backend.deterministic or backend.unavailable(device) is not None:
         return []

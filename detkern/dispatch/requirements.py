@@ -1,4 +1,5 @@
-"""What each backend needs, as data: one row a backend, in order of preference, and the sentences that say what is missing.
+"""What each backend needs, as data: one row a backend, in order of preference, and the sentences that say what is
+missing.
 
 A row is all that the rest of the package knows of a backend before it loads it: dispatch, `explain`, `detkern info`,
 `detkern verify` and the backend's own refusals read it here. What only the backend's runtime can find out (a driver, a
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..vocabulary.contracts import CONTRACTS, FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
 from ..vocabulary.dtypes import BF16, F16, DType
@@ -20,8 +21,7 @@ __all__ = ["TABLE", "Offer", "Package", "Row", "install", "named", "old_driver",
 Capability = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A module that a backend imports, what people call it, and how to get it."""
 
     module: str
@@ -37,8 +37,7 @@ class Package:
         return None if here else f"{self.title} is not installed; {self.install}"
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A contract that a backend computes on these kinds of device.
 
     types: the operand types, where they are not all of the contract's.
@@ -73,8 +72,7 @@ class Offer:
         return f"{_dotted(self.first or (0, 0))} or newer"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A backend: the module whose `BACKEND` it is, and what it needs.
 
     devices:    the kinds of device that it serves.
@@ -169,7 +167,8 @@ def old_driver(supports: str, package: str, needs: str) -> str:
 
 
 def install(*extras: str) -> str:
-    """How to get what an extra of setup.cfg brings, one of several: from a checkout, since an index may not have detkern."""
+    """How to get what an extra of setup.cfg brings, one of several: from a checkout, since an index may not have
+    detkern."""
     commands = " or ".join(f'".[{extra}]"' for extra in extras)
     return f"pip install {commands} in the folder of detkern's sources"
 

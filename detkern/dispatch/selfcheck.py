@@ -1,10 +1,10 @@
 """The check of a device on which something has not been seen: hostile operands, bit for bit against the CPU replay.
 
-The arithmetic of a tensor core may differ (the generations do, the makers do), and so may what a compiler makes of a kernel;
-so a variant of an operation (a contract, a kind of rows) is offered on a device only after this check, which runs once per
-device, driver and kernel source; its outcome is kept on disk. One differing bit refuses it there. A backend may leave the
-check out on devices where its kernels and the replay were compared at length before release. What backends say of a check is
-worded here too.
+The arithmetic of a tensor core may differ (the generations do, the makers do), and so may what a compiler makes of a
+kernel; so a variant of an operation (a contract, a kind of rows) is offered on a device only after this check, which
+runs once per device, driver and kernel source; its outcome is kept on disk. One differing bit refuses it there. A
+backend may leave the check out on devices where its kernels and the replay were compared at length before release. What
+backends say of a check is worded here too.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def outcome(
     digest: str,
     compute: Compute,
 ) -> Outcome:
-    """The outcome on a device: found earlier, or the check run now. What `compute` raises comes through and is not kept."""
+    """The outcome on a device: found earlier, or the check run now. What `compute` raises comes through and is not
+    kept."""
     with _lock:
         found = known_outcome(device, variant, operand, backend, digest)
         if found is None:
@@ -192,7 +193,8 @@ def refusal(name: Contract | str, operand: DType, device: object, run: Callable[
 
 
 def unfinished(name: Contract | str, operand: DType, device: object, error: DetkernError) -> str:
-    """Why nothing is offered for now where a check has raised `error`. That is not an answer yet: the next call tries again."""
+    """Why nothing is offered for now where a check has raised `error`. That is not an answer yet: the next call tries
+    again."""
     return f"the self-check of {name} for {operand.short} on {device} did not finish: {error}"
 
 

@@ -1,7 +1,7 @@
 """Files of the cache that show whether they are whole: the content, then a mark and the SHA-256 of the content.
 
-The seal is at the end, where the loader of shared libraries looks for nothing. A library that was cut short kills the process
-that maps it, so it is read and compared before: about a millisecond for the largest.
+The seal is at the end, where the loader of shared libraries looks for nothing. A library that was cut short kills the
+process that maps it, so it is read and compared before: about a millisecond for the largest.
 """
 
 from __future__ import annotations

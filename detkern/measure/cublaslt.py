@@ -1,8 +1,8 @@
 """cuBLASLt's own list of algorithms for a product, each as a call: what the best of it takes is what cuBLAS could.
 
-The library is the one that PyTorch has loaded. Matrices are column-major there, so the product of row-major ones is computed
-transposed: out.T = op(b).T @ op(a).T. Names and numbers are those of cublasLt.h (cuBLAS Library User Guide, "Using the
-cuBLASLt API"), which are the same in CUDA 12 and 13.
+The library is the one that PyTorch has loaded. Matrices are column-major there, so the product of row-major ones is
+computed transposed: out.T = op(b).T @ op(a).T. Names and numbers are those of cublasLt.h (cuBLAS Library User Guide,
+"Using the cuBLASLt API"), which are the same in CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def alternatives(product: Product, sets: Sequence[tuple[Any, Any, Any]]) -> list
     def call(algo: _Algo, first: ctypes.c_void_p, second: ctypes.c_void_p, result: ctypes.c_void_p) -> None:
         _call(
             "cublasLtMatmul", _handle(), described.matmul, ctypes.byref(one), first, described.first, second,
-            described.second, ctypes.byref(zero), result, described.result, result, described.result, ctypes.byref(algo),
+            described.second, ctypes.byref(zero), result, described.result, result, described.result,
+            ctypes.byref(algo),
             workspace, ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 

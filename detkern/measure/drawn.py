@@ -1,10 +1,10 @@
 """Products drawn from the layers of published models (models.toml): what `python -m benchmarks.gemm --drawn` measures.
 
-A draw is a function of a seed and an index alone: every choice is a SHA-256 of both and of the choice's name, so that it does
-not depend on Python's version, on the number of products or on what was drawn before. Of eight products four are forward at an M
-that is log-uniform, one is forward at an M near a multiple of 64, and one each is the gradient of x, that of the weight, and
-that of the weight into float32, new or accumulated in turn. A model, a tensor-parallel degree and a layer are equally likely
-each; LoRA counts as one layer of a model.
+A draw is a function of a seed and an index alone: every choice is a SHA-256 of both and of the choice's name, so that
+it does not depend on Python's version, on the number of products or on what was drawn before. Of eight products four
+are forward at an M that is log-uniform, one is forward at an M near a multiple of 64, and one each is the gradient of
+x, that of the weight, and that of the weight into float32, new or accumulated in turn. A model, a tensor-parallel
+degree and a layer are equally likely each; LoRA counts as one layer of a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import models
 from .shapes import ITEM_BYTES, Layer, Product
 
-__all__ = ["FITTING_SEEDS", "LARGEST_BYTES", "LARGEST_M", "PARTS", "Drawn", "draw"]
+__all__ = ["FITTING_SEEDS", "LARGEST_BYTES", "LARGEST_M", "PARTS", "Drawn", "Head", "draw", "draw_head"]
 
 # What tables are fitted on and what a fit is judged on before it is written (benchmarks/fit.py): no record is of these.
 FITTING_SEEDS = (1, 2, 3, 4)
@@ -26,14 +26,17 @@ LARGEST_M = 16_384
 NEAR, NEAR_BY = 64, 8
 FIRST_OF_GRADIENTS = 128  # tokens: the fewest at which gradients are judged
 LARGEST_BYTES = 40 * 10**9  # of a product's operands and result; a larger one is drawn again
+# Of what makes logits, and the most float32 logits that a peer is made to keep.
+HEAD_WIDTHS = (896, 8192)
+LARGEST_LOGITS_BYTES = 12 * 10**9
 
 _OPS = {"forward": "forward", "near": "forward", "da": "da", "db": "db", "db_f32": "db"}
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A product and how it was drawn. part: of PARTS. layer: what it does in its model. output_f32: the result is float32,
-    and accumulate: added to what is there."""
+    """A product and how it was drawn. part: of PARTS. layer: what it does in its model. output_f32: the result is
+    float32, and accumulate: added to what is there."""
 
     index: int
     part: str
@@ -130,3 +133,31 @@ def draw(seed: int, index: int) -> Drawn:
         if drawn.bytes <= LARGEST_BYTES:
             return drawn
     raise AssertionError("no layer is small enough")  # at the largest M nearly all are
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The last layer of a model, [vocabulary, width], and how many rows it is given."""
+
+    index: int
+    model: str
+    vocabulary: int
+    width: int
+    rows: int
+
+
+def draw_head(seed: int, index: int) -> Head:
+    """Head number `index` of a seed: a whole model of those whose width and vocabulary are in range, rows log-uniform
+    from 1 on."""
+    able = [
+        model
+        for model in models.load()
+        if HEAD_WIDTHS[0] <= model.hidden <= HEAD_WIDTHS[1]
+        and models.VOCABULARIES[0] <= model.vocab <= models.VOCABULARIES[1]
+    ]
+    for attempt in range(1000):
+        model = able[_of(seed, index, f"head/{attempt}", len(able))]
+        rows = _log_uniform(seed, index, f"rows/{attempt}", 1, LARGEST_M)
+        if 4 * rows * model.vocab <= LARGEST_LOGITS_BYTES:
+            return Head(index, model.name, model.vocab, model.hidden, rows)
+    raise AssertionError("no head is small enough")  # at the largest M a few are

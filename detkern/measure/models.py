@@ -1,4 +1,5 @@
-"""models.toml as data: the linear layers of published models, whole or as one of several tensor-parallel ranks has them."""
+"""models.toml as data: the linear layers of published models, whole or as one of several tensor-parallel ranks has
+them."""
 
 from __future__ import annotations
 
@@ -61,11 +62,12 @@ def load(path: Path = PATH) -> tuple[Model, ...]:
 
 
 def layers(model: Model, degree: int) -> dict[str, tuple[int, int]]:
-    """(N, K) of the weights [N, K] that one of `degree` ranks has, by what the layer does. What makes heads, intermediate values
-    or logits is cut by columns (N), what reads them by rows (K); key-value heads of which there are fewer than ranks are
-    repeated, vocabularies are padded to 64, and routers and low-rank projections stay whole.
+    """(N, K) of the weights [N, K] that one of `degree` ranks has, by what the layer does. What makes heads,
+    intermediate values or logits is cut by columns (N), what reads them by rows (K); key-value heads of which there are
+    fewer than ranks are repeated, vocabularies are padded to 64, and routers and low-rank projections stay whole.
 
-    Layers of one shape in one model stand here once under each name: fused (qkv, gate_up) and as their parts (q, k, up).
+    Layers of one shape in one model stand here once under each name: fused (qkv, gate_up) and as their parts (q, k,
+    up).
     """
     h, d = model.hidden, degree
     found = _latent(model, d) if model.kv_lora else _attention(model, d)

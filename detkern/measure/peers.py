@@ -25,10 +25,11 @@ class Unserved(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """bind: from a product and its a, b and out, as they lie in memory (`Product.trans_a` and `trans_b` say how they are
-    meant), to the call; raises Unserved. detkern's takes `accumulate` too. setting: what holds while it is called and captured.
-    alternatives: of a peer that has several ways to compute a product, instead of bind: from the product and all sets of its
-    a, b and out, for each way the calls.
+    """bind: from a product and its a, b and out, as they lie in memory (`Product.trans_a` and `trans_b` say how they
+    are meant), to the call; raises Unserved. detkern's takes `accumulate` too. setting: what holds while it is called
+    and captured.
+    alternatives: of a peer that has several ways to compute a product, instead of bind: from the product and all sets
+    of its a, b and out, for each way the calls.
     """
 
     name: str
@@ -82,8 +83,8 @@ def _cublas(product: Product, a: Any, b: Any, out: Any) -> Call:
 
 @contextlib.contextmanager
 def _no_split(product: Product) -> Iterator[None]:
-    """PyTorch with split-K switched off: the pair (reduced precision, split-K) of its matmul settings. It takes effect in
-    cuBLASLt, by a reduction scheme of none, and PyTorch refuses it with plain cuBLAS."""
+    """PyTorch with split-K switched off: the pair (reduced precision, split-K) of its matmul settings. It takes effect
+    in cuBLASLt, by a reduction scheme of none, and PyTorch refuses it with plain cuBLAS."""
     import torch
 
     matmul = torch.backends.cuda.matmul

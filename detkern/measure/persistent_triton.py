@@ -1,9 +1,10 @@
-"""A persistent matmul in Triton as batch-invariant modes use one: fixed tile, one program a multiprocessor, no split of K.
+"""A persistent matmul in Triton as batch-invariant modes use one: fixed tile, one program a multiprocessor, no split of
+K.
 
-The tile and the launch are what vLLM publishes for its batch-invariant mode (vllm/model_executor/layers/batch_invariant.py:
-bf16 and f16 tiles of 128 x 128 x 64, bands of 8 tiles, 3 stages, 8 warps; after Thinking Machines' batch_invariant_ops): for
-every product, whatever its size. The kernel is our own; its walk, its loads by pointer and its one flattened loop over tiles
-are of the same kind.
+The tile and the launch are what vLLM publishes for its batch-invariant mode
+(vllm/model_executor/layers/batch_invariant.py: bf16 and f16 tiles of 128 x 128 x 64, bands of 8 tiles, 3 stages, 8
+warps; after Thinking Machines' batch_invariant_ops): for every product, whatever its size. The kernel is our own; its
+walk, its loads by pointer and its one flattened loop over tiles are of the same kind.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def call(a: Any, b: Any, out: Any, programs: int | None = None) -> Callable[[], 
     grid = (min(most, triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N)),)
     wide = max(tensor.numel() for tensor in (a, b, out)) > _LARGE
     return functools.partial(
-        persistent_matmul[grid], a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        persistent_matmul[grid], a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, BAND=BAND, PROGRAMS=most, WIDE=wide, num_stages=STAGES, num_warps=WARPS,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from .shapes import ITEM_BYTES
 
 __all__ = ["MOST_SETS", "Pool", "Set", "sets"]
 
-# Of operands that a product rotates through. Products of less than 0.25 MB therefore find what they read in the L2 cache, for
-# every peer alike: more calls in a graph would take the host longer than all else.
+# Of operands that a product rotates through. Products of less than 0.25 MB therefore find what they read in the L2
+# cache, for every peer alike: more calls in a graph would take the host longer than all else.
 MOST_SETS = 512
 
 POISON = 0xFF  # in every byte: a NaN in either type that no peer writes

@@ -1,7 +1,7 @@
 """Recorded runs: what a measurement writes down, and whether its sources have changed since.
 
-A record is benchmarks/results/<gpu>/<what>.json: {"what", "date", "gpu", "driver", "versions", "command", "sources": {path:
-SHA-256 of a source that it used}, "rows": [...]}. A run replaces its file; git keeps the history.
+A record is benchmarks/results/<gpu>/<what>.json: {"what", "date", "gpu", "driver", "versions", "command", "sources":
+{path: SHA-256 of a source that it used}, "rows": [...]}. A run replaces its file; git keeps the history.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def write(
 ) -> Path:
     """Write a record and return its path.
 
-    gpu: the device's name. folder: instead of the one under RESULTS. more: versions beside those of packages. about: what
-    else the record says of its rows, by name.
+    gpu: the device's name. folder: instead of the one under RESULTS. more: versions beside those of packages. about:
+    what else the record says of its rows, by name.
     """
     record = {
         "what": what,

@@ -12,8 +12,8 @@ __all__ = ["OPS", "RATE", "Layer", "Product", "Shapes", "load", "products"]
 
 PATH = Path(__file__).parent / "shapes.toml"
 
-# The reference line: what a plain read reaches and what the tensor cores reach on dense 16-bit operands, both measured on
-# an H200. It is a line to compare with, not a limit.
+# The reference line: what a plain read reaches and what the tensor cores reach on dense 16-bit operands, both measured
+# on an H200. It is a line to compare with, not a limit.
 BANDWIDTH = 4.3e12  # bytes a second
 RATE = 790e12  # operations a second
 

@@ -1,8 +1,8 @@
 """Timing GPU work: calls captured in CUDA graphs, the graphs of several peers replayed in turn.
 
-A graph holds enough calls, and a turn enough replays, that neither the gap between two graphs nor the events around a turn
-weigh. Each call of a graph should have operands of its own, together past twice the L2 cache (`sets`): a weight that the
-last call left in the cache is not what a model streams.
+A graph holds enough calls, and a turn enough replays, that neither the gap between two graphs nor the events around a
+turn weigh. Each call of a graph should have operands of its own, together past twice the L2 cache (`sets`): a weight
+that the last call left in the cache is not what a model streams.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Calls = Sequence[Callable[[], Any]]
 
 
 def missing() -> str | None:
-    """What a measurement needs and is not here: PyTorch, or a CUDA device that it and detkern's kernels run on; else None."""
+    """What a measurement needs and is not here: PyTorch, or a CUDA device that it and detkern's kernels run on; else
+    None."""
     from ..cu import device
 
     if reason := no_torch() or device.missing(0):
@@ -103,8 +104,8 @@ class Cuda:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Work inside goes to one stream that can be captured. cuBLAS keeps a workspace for each stream, so calls that were
-        made here before a capture need no memory in it."""
+        """Work inside goes to one stream that can be captured. cuBLAS keeps a workspace for each stream, so calls that
+        were made here before a capture need no memory in it."""
         self._torch.cuda.synchronize()
         with self._torch.cuda.stream(self._stream):
             yield
@@ -169,8 +170,8 @@ def interleave(
     warm: int = WARM,
     turn_us: float = TURN_US,
 ) -> dict[str, list[float]]:
-    """µs a call of each peer in each turn. A turn replays every peer's graph, each long enough to measure; each turn begins
-    with another peer."""
+    """µs a call of each peer in each turn. A turn replays every peer's graph, each long enough to measure; each turn
+    begins with another peer."""
     replays = {}
     for name, one in captured.items():
         begin = device.mark()
@@ -211,8 +212,8 @@ def rough(device: Device, captured: Captured) -> float:
 
 
 def fastest(device: Device, alternatives: Sequence[Calls]) -> int:
-    """The place of the fastest of several ways to do the same. One that fails is passed over; raises the last error where all
-    do, and ValueError where there is none."""
+    """The place of the fastest of several ways to do the same. One that fails is passed over; raises the last error
+    where all do, and ValueError where there is none."""
     found: dict[str, tuple[float, Captured]] = {}
     failed: RuntimeError | None = None
     for place, calls in enumerate(alternatives):

@@ -35,7 +35,8 @@ P = TypeVar("P", bound=Problem)
 
 @dataclass(frozen=True)
 class _CheckedDevice:
-    """What the self-check's outcome is kept for. The libraries know no serial numbers: uuid is the device's own ordinal."""
+    """What the self-check's outcome is kept for. The libraries know no serial numbers: uuid is the device's own
+    ordinal."""
 
     name: str
     uuid: str

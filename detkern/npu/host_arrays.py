@@ -1,5 +1,5 @@
-"""NumPy arrays through a platform's library: copied to a device, computed there, copied back. The self-check runs on this, where
-no framework need be at hand."""
+"""NumPy arrays through a platform's library: copied to a device, computed there, copied back. The self-check runs on
+this, where no framework need be at hand."""
 
 from __future__ import annotations
 

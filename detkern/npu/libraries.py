@@ -1,7 +1,8 @@
 """Which library serves a platform, and loading it once.
 
 The environment variable names one; without it, what `detkern build` left in the cache folder serves the platform's own
-devices. A library that takes host memory (the kernels compiled against emulation headers) is loaded by the variable alone.
+devices. A library that takes host memory (the kernels compiled against emulation headers) is loaded by the variable
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _lock = threading.Lock()
 
 
 def built_library(platform: Platform) -> Path:
-    """Where `detkern build` puts a platform's library unless it is told another place: one name for each state of its sources.
+    """Where `detkern build` puts a platform's library unless it is told another place: one name for each state of its
+    sources.
 
     Raises BuildError where no folder can be written.
     """
@@ -52,15 +54,16 @@ def _sources(platform: Platform) -> str:
 def find_library(platform: Platform, on_host: bool) -> Library:
     """The library for the platform's devices, or for host memory.
 
-    Raises BackendUnavailable, saying what to set or build, where there is none, it cannot be loaded, it calls itself the
-    library of another backend, or it is for the other memory.
+    Raises BackendUnavailable, saying what to set or build, where there is none, it cannot be loaded, it calls itself
+    the library of another backend, or it is for the other memory.
     """
     named = os.environ.get(platform.variable)
     if named:
         path = Path(named)
     elif on_host:
         raise BackendUnavailable(
-            f"it works on host memory only through an emulated library that {platform.variable} names, and that is not set"
+            f"it works on host memory only through an emulated library that {platform.variable} names, and that is not "
+            f"set"
         )
     else:
         path = built_library(platform)

@@ -10,8 +10,8 @@ __all__ = ["Platform"]
 
 @dataclass(frozen=True)
 class Platform:
-    """name: of the backend and of the kind of device; variable: the environment variable that names a library; source: the
-    kernel's file, within this package; tile: what a kernel computes at once."""
+    """name: of the backend and of the kind of device; variable: the environment variable that names a library; source:
+    the kernel's file, within this package; tile: what a kernel computes at once."""
 
     name: str
     variable: str

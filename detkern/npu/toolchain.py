@@ -1,4 +1,5 @@
-"""The vendors' compilers: where they are looked for, whether a device is visible, and the command that builds a library.
+"""The vendors' compilers: where they are looked for, whether a device is visible, and the command that builds a
+library.
 
 MUSA:   mcc (MUSA SDK), options as in "mcc user guide" and clang's.
 Ascend: bisheng (CANN 8.5.0), options as in "Compilation Using BiSheng Command Lines" and "Common Compilation Options".
@@ -62,7 +63,8 @@ class Toolchain:
 
 def _musa_options(compiler: Compiler, architectures: Sequence[str]) -> list[str]:
     return [
-        "-x", "musa", "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-fast-math",
+        "-x", "musa", "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off",
+        "-fno-fast-math",
         *(f"--offload-arch={architecture}" for architecture in architectures),
         f"-I{compiler.home / 'include'}", f"-L{compiler.home / 'lib'}", "-lmusart",
     ]  # fmt: skip
@@ -70,7 +72,8 @@ def _musa_options(compiler: Compiler, architectures: Sequence[str]) -> list[str]
 
 def _ascend_options(compiler: Compiler, architectures: Sequence[str]) -> list[str]:
     return [
-        "-x", "asc", "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-fast-math",
+        "-x", "asc", "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off",
+        "-fno-fast-math",
         *(f"--npu-arch={architecture}" for architecture in architectures),
         f"-I{compiler.home / 'include'}", f"-L{compiler.home / 'lib64'}", "-lascendcl",
     ]  # fmt: skip
@@ -139,7 +142,8 @@ def refusal(toolchain: Toolchain, compiler: Compiler | None, devices: Sequence[s
         )
     if not devices and os.environ.get(toolchain.force) != "1":
         return (
-            f"no {platform.name} device is visible ({', '.join(toolchain.device_files)}), and what is built here could not "
+            f"no {platform.name} device is visible ({', '.join(toolchain.device_files)}), and what is built here could "
+            f"not "
             f"be tried; set {toolchain.force}=1 to build it nevertheless"
         )
     return None

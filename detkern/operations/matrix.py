@@ -1,7 +1,7 @@
 """What the problems of all operations are made of: matrices and vectors in memory, without their addresses.
 
-All strides are in elements of the operand's own type and may be zero or negative; that of a dimension of size one, which is
-never used, is zero whatever the array says.
+All strides are in elements of the operand's own type and may be zero or negative; that of a dimension of size one,
+which is never used, is zero whatever the array says.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Vector:
 
 
 def batch_offsets(batch: tuple[int, ...], *matrices: Matrix) -> tuple[tuple[int, ...], ...]:
-    """For each index of the leading batch dimensions, whose sizes `batch` gives, what is added to each matrix's address, in
-    bytes; indices in row-major order. For backends whose kernels count fewer dimensions than a problem has."""
+    """For each index of the leading batch dimensions, whose sizes `batch` gives, what is added to each matrix's
+    address, in bytes; indices in row-major order. For backends whose kernels count fewer dimensions than a problem
+    has."""
     return tuple(
         tuple(
             matrix.dtype.itemsize * sum(i * stride for i, stride in zip(index, matrix.batch_strides, strict=False))

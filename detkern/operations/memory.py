@@ -1,4 +1,5 @@
-"""NumPy arrays over the memory of a problem's matrices, and views of NumPy arrays: how replays reach what they compute on."""
+"""NumPy arrays over the memory of a problem's matrices, and views of NumPy arrays: how replays reach what they compute
+on."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Descriptor(Generic[P]):
     code:      of enum detkern_operation. variants: the code of each of the operation's variants (detkern_offer).
     structure: in ctypes. pointers: its addresses of operands and out, adjacent and in its own order.
     addresses: (operands, out) -> these addresses, 0 for what is left out.
-    templates: problem -> the structures of its launches, without addresses and threads, each with what is added to these
-               addresses, in bytes.
+    templates: problem -> the structures of its launches, without addresses and threads, each with what is added to
+               these addresses, in bytes.
     tile:      (problem, the tiles that the library's name lists) -> what its kernel computes at once.
     """
 
@@ -54,8 +54,8 @@ class Descriptor(Generic[P]):
         return struct.Struct(f"<{len(self.pointers)}Q").pack_into, place
 
     def launches(self, problem: P) -> Callable[[int, Operands, TensorView], Sequence[Any]]:
-        """(rows, operands, out) -> the structures of a problem's launches, with their addresses but without threads, stream
-        and scratch memory."""
+        """(rows, operands, out) -> the structures of a problem's launches, with their addresses but without threads,
+        stream and scratch memory."""
         templates = self.templates(problem)
         copy, addresses = self.structure.from_buffer_copy, self.addresses
         pack, place = self.packing()
@@ -145,14 +145,14 @@ class Operation(Generic[P]):
                 floating-point modes.
     piece:      what the replay computes at once, for `explain`.
     cases:      the self-check's operands for a variant and a type.
-    samples:    (variant, type, kind of operands, seed) -> samples of odd sizes, for `verify`, `fingerprint` and the golden
-                digests.
+    samples:    (variant, type, kind of operands, seed) -> samples of odd sizes, for `verify`, `fingerprint` and the
+                golden digests.
     independent: (variant) -> the axis of each operand along which results are independent, None where there is none.
     along:      that axis of the result.
     call:       variant -> the public call. It stands above dispatch, so the record only names it.
     gradients:  of each variant that adapters of frameworks offer to their users, which calls give the gradients of its
-                operands; no Derivative for an operand, or none at all: it has no gradient. Adapters that have a module of
-                their own for an operation find its rules in its home.
+                operands; no Derivative for an operand, or none at all: it has no gradient. Adapters that have a module
+                of their own for an operation find its rules in its home.
     shape_of:   (variant, shapes of the operands) -> that of the result, sizes symbolic or not; needed with `gradients`.
     descriptor: how it crosses the C ABI, or None where the library has no kernel of it.
     """

@@ -7,6 +7,7 @@ from typing import Any
 from .bias_gradient.operation import BIAS_GRADIENT
 from .block_scaled.operation import BLOCK_SCALED
 from .gemm.operation import GEMM
+from .linear_logp.operation import DELTA, FOLD, MERGE
 from .operation import Operation
 from .rows.operation import ROWS
 from .scatter_sum.operation import SCATTER_SUM
@@ -19,6 +20,9 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     BIAS_GRADIENT,
     ROWS,
     SCATTER_SUM,
+    FOLD,
+    MERGE,
+    DELTA,
 )
 
 _BY_NAME = {operation.name: operation for operation in OPERATIONS}

@@ -121,13 +121,15 @@ class _CuPy(Adapter):
         high += array.itemsize - 1
         if not memory.ptr:
             raise ArgumentError(
-                f"{argument} has had its memory freed: the memory holds 0 bytes and the array needs {high - low}; give an "
+                f"{argument} has had its memory freed: the memory holds 0 bytes and the array needs {high - low}; give "
+                f"an "
                 "array whose memory is there"
             )
         low, high = pointer + low - memory.ptr, pointer + high - memory.ptr
         if low < 0 or high > memory.size:
             raise ArgumentError(
-                f"{argument} {list(array.shape)} goes beyond its memory: the memory holds {memory.size} bytes and the array "
+                f"{argument} {list(array.shape)} goes beyond its memory: the memory holds {memory.size} bytes and the "
+                f"array "
                 f"needs bytes {low} to {high} of it; give a view that stays inside"
             )
 

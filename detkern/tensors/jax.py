@@ -1,10 +1,10 @@
-"""JAX arrays. They are immutable: never an `out`. A result on the CPU is new host memory that JAX adopts without a copy;
-on CUDA it is a new JAX array, written before JAX sees it again through DLPack.
+"""JAX arrays. They are immutable: never an `out`. A result on the CPU is new host memory that JAX adopts without a
+copy; on CUDA it is a new JAX array, written before JAX sees it again through DLPack.
 
 On CUDA the work goes to one stream a device, of those that JAX keeps for external producers (asked again, JAX may name
-another of them): `__dlpack__` makes it wait for the operands, and the stream on which JAX imports the result waits for it,
-as every reader of the result then does. JAX's allocator does not know that stream, so the operands and the memory of the
-result are held until the work has finished. Scratch memory comes from CuPy's pool.
+another of them): `__dlpack__` makes it wait for the operands, and the stream on which JAX imports the result waits for
+it, as every reader of the result then does. JAX's allocator does not know that stream, so the operands and the memory
+of the result are held until the work has finished. Scratch memory comes from CuPy's pool.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import DTypeError
 from .adapter import Adapter
+from .types import WHOLE
 
 __all__ = ["adapter_for"]
 
@@ -56,4 +57,5 @@ def _find(array: Any, argument: str) -> Adapter:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("scipy.sparse"):
         raise DTypeError(f"{argument} is sparse ({name}); make it dense, as in {argument}.toarray()")
-    raise DTypeError(f"{argument} is not an array but {name}; give an array, as in np.asarray({argument}, np.float32)")
+    wanted = "np.int64" if argument in WHOLE else "np.float32"
+    raise DTypeError(f"{argument} is not an array but {name}; give an array, as in np.asarray({argument}, {wanted})")

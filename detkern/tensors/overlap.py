@@ -95,8 +95,8 @@ def overlapping(first: TensorView, second: TensorView) -> bool:
         return False
     if first.device != second.device or 0 in first.shape or 0 in second.shape:
         return False
-    # All elements begin at multiples of `unit` from `start`, so they share a byte exactly where they share a unit. Larger
-    # units than bytes make greatest common divisors that prune.
+    # All elements begin at multiples of `unit` from `start`, so they share a byte exactly where they share a unit.
+    # Larger units than bytes make greatest common divisors that prune.
     target = other_start - start
     unit = gcd(first.dtype.itemsize, second.dtype.itemsize, target)
     target //= unit

@@ -94,7 +94,8 @@ class _Torch(Adapter):
         if (held < needs or not pointer) and 0 not in shape:
             self._checked(array, argument)
             raise ArgumentError(
-                f"{argument} has had its storage {'cut short' if held else 'freed'}: the storage holds {held} bytes and the "
+                f"{argument} has had its storage {'cut short' if held else 'freed'}: the storage holds {held} bytes "
+                f"and the "
                 f"tensor needs {needs}; give the storage its size back (FSDP: unshard the module) before the call"
             )
         return TensorView(pointer, shape, strides, dtype, device, False, array)
@@ -130,8 +131,8 @@ class _Torch(Adapter):
         return dtype
 
     def _forward_level(self) -> int:
-        """The level of forward-mode differentiation that is entered, or -1; -1 too where this thread records no tangents,
-        as below autograd, where nothing can be asked for one."""
+        """The level of forward-mode differentiation that is entered, or -1; -1 too where this thread records no
+        tangents, as below autograd, where nothing can be asked for one."""
         level: int = self._forward_ad._current_level
         return level if level < 0 or self._torch._C._is_fwd_grad_enabled() else -1
 
@@ -147,8 +148,8 @@ class _Torch(Adapter):
         return device
 
     def _refuse_tracers(self) -> None:
-        """Raise where PyTorch records or replaces operations: work on raw pointers would be missing from the record, and
-        new tensors have no memory."""
+        """Raise where PyTorch records or replaces operations: work on raw pointers would be missing from the record,
+        and new tensors have no memory."""
         torch = self._torch
         tracer = "torch.jit.trace" if torch._C._get_tracing_state() is not None else None
         if torch._C._len_torch_dispatch_stack():

@@ -9,12 +9,15 @@ import numpy as np
 from ..errors import DTypeError
 from ..vocabulary.dtypes import BF16, E4M3, E5M2, F16, F32, DType, by_name
 
-__all__ = ["FP8", "OUTPUTS", "dtype_argument", "refuse_type"]
+__all__ = ["FP8", "OUTPUTS", "WHOLE", "dtype_argument", "refuse_type"]
 
 # What a result, an `out` and a bias may be.
 OUTPUTS: tuple[DType, ...] = (F32, F16, BF16)
 # What only block_scaled_gemm takes.
 FP8: tuple[DType, ...] = (E4M3, E5M2)
+
+# The operands that hold whole numbers, by the names that all calls give them.
+WHOLE = ("index", "target")
 
 _REPLACEMENTS = {
     "float8_e4m3fnuz": "float8_e4m3fn",
@@ -61,6 +64,11 @@ def refuse_type(argument: str, found: str, cast: str) -> DTypeError:
     if found.startswith("complex"):
         return DTypeError(
             f"{argument} is {found}; there is no complex product: multiply real and imaginary parts apart"
+        )
+    if argument in WHOLE:
+        return DTypeError(
+            f"{argument} is {found}; it holds whole numbers, int32 or int64: cast it, as in "
+            f"{cast.replace('float32', 'int64')}"
         )
     return DTypeError(
         f"{argument} is {found}; detkern takes float32, float16, bfloat16, float8_e4m3fn and float8_e5m2: "

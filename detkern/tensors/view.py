@@ -27,8 +27,8 @@ class Device:
 
 
 def device_of(value: Any) -> Device:
-    """The device that a caller names: the ordinal of a CUDA device, or a name such as "cuda:0", "rocm:0" or "cpu"; anything
-    whose str() is such a name, as torch.device.
+    """The device that a caller names: the ordinal of a CUDA device, or a name such as "cuda:0", "rocm:0" or "cpu";
+    anything whose str() is such a name, as torch.device.
 
     Raises ArgumentError for anything else.
     """
@@ -38,7 +38,8 @@ def device_of(value: Any) -> Device:
         kind, _, ordinal = str(value).partition(":")
     if kind not in _KINDS or not (ordinal.isdecimal() or ordinal == "") or (kind == "cpu" and ordinal not in ("", "0")):
         raise ArgumentError(
-            f"device={value!r} is not a device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or cpu"
+            f"device={value!r} is not a device; give the ordinal of a CUDA device, or a name such as cuda:0, rocm:0 or "
+            f"cpu"
         )
     return Device(kind, int(ordinal or 0))
 

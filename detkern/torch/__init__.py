@@ -17,6 +17,7 @@ except ImportError as error:
 from .functions import table as _table  # noqa: F401  (registers the ops)
 from .functions.functional import bmm, linear, matmul
 from .functions.indexing import embedding, gather, index_add, index_put, index_select, scatter_add, take
+from .functions.linear_logp import linear_cross_entropy, linear_logp
 from .functions.main_grads import main_grads_to_grad
 from .functions.recorded import FUNCTIONS as _FUNCTIONS
 from .functions.rows import log_softmax, mean, mean_square, softmax, sum
@@ -28,7 +29,8 @@ from .mode.process import disable, enable, is_enabled
 
 __all__ = [
     "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "disable", "embedding", "enable", "gather",
-    "index_add", "index_put", "index_select", "is_enabled", "linear", "log_softmax", "main_grads_to_grad", "matmul", "mean",
+    "index_add", "index_put", "index_select", "is_enabled", "linear", "linear_cross_entropy", "linear_logp",
+    "log_softmax", "main_grads_to_grad", "matmul", "mean",
     "mean_square", "revert", "scatter_add", "scatter_sum", "softmax", "sum", "take", "zero_main_grads",
 ]  # fmt: skip
 

@@ -49,7 +49,8 @@ def _launch() -> ModuleType:
 
 @functools.cache
 def _digest(kernel: str) -> str:
-    """SHA-256 of what a kernel's bits may depend on: its source, what it includes, the launch code and Triton's version."""
+    """SHA-256 of what a kernel's bits may depend on: its source, what it includes, the launch code and Triton's
+    version."""
     digest = hashlib.sha256(importlib.metadata.version("triton").encode())
     for name in (f"kernels/{kernel}.py", "kernels/fma.py", "kernels/memory.py", "launch.py", "geometry.py"):
         digest.update((_FOLDER / name).read_bytes())
@@ -57,8 +58,8 @@ def _digest(kernel: str) -> str:
 
 
 class TritonImplementation(ABC, Generic[P]):
-    """`backend.Implementation` of an operation. Nothing is offered before its self-check on that device has found every bit of
-    the replay; an answer is kept for the process.
+    """`backend.Implementation` of an operation. Nothing is offered before its self-check on that device has found every
+    bit of the replay; an answer is kept for the process.
 
     operation: its record. kernel: variant -> the module of the kernel.
     """
@@ -167,8 +168,9 @@ class TritonBackend:
     """`backend.Backend` on CUDA and ROCm devices, through Triton and, for its launcher, PyTorch.
 
     What tl.dot adds in which order is the device's and the compiler's business, so nothing is offered here before the
-    self-check of that contract on that device has found every bit of the CPU replay. It runs at the first call that needs
-    it, in some seconds, and its outcome is kept for the device, its driver, the kernel source and the version of Triton.
+    self-check of that contract on that device has found every bit of the CPU replay. It runs at the first call that
+    needs it, in some seconds, and its outcome is kept for the device, its driver, the kernel source and the version of
+    Triton.
     """
 
     name = "triton"

@@ -1,7 +1,8 @@
-"""GPUs as Triton sees them, which is through PyTorch: whether one can be used, its facts, and running on a caller's stream.
+"""GPUs as Triton sees them, which is through PyTorch: whether one can be used, its facts, and running on a caller's
+stream.
 
-Triton's own launcher and driver import PyTorch (on NVIDIA and AMD alike), so this backend needs it even where the caller's
-arrays are of another framework.
+Triton's own launcher and driver import PyTorch (on NVIDIA and AMD alike), so this backend needs it even where the
+caller's arrays are of another framework.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _ROW = requirements.row("triton")
 
 @dataclass(frozen=True, slots=True)
 class TritonDevice:
-    """A device's facts. capability: of a CUDA device, else None. driver: the newest CUDA that the driver supports, or the
-    version of HIP."""
+    """A device's facts. capability: of a CUDA device, else None. driver: the newest CUDA that the driver supports, or
+    the version of HIP."""
 
     device: Device
     name: str
@@ -106,7 +107,10 @@ def _wrong_build(device: Device, torch: Any) -> str | None:
     needed = "CUDA" if device.kind == "cuda" else "ROCm"
     if made_for == needed:
         return None
-    return f"the installed PyTorch {torch.__version__} is built for {made_for}, and Triton runs through it; install one for {needed}"
+    return (
+        f"the installed PyTorch {torch.__version__} is built for {made_for}, and Triton runs through it; "
+        f"install one for {needed}"
+    )
 
 
 def _no_driver(device: Device, torch: Any) -> str | None:

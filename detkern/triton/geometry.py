@@ -1,4 +1,5 @@
-"""Which tile and which load paths compute a product: pinned by shape and layout, never tried out. No bit depends on it."""
+"""Which tile and which load paths compute a product: pinned by shape and layout, never tried out.
+No bit depends on it."""
 
 from __future__ import annotations
 
@@ -96,8 +97,8 @@ def tiles_for(problem: GemmProblem) -> tuple[Tile, ...]:
 
 
 def load_paths(problem: GemmProblem) -> tuple[Load, Load]:
-    """The fastest paths of a and b that strides, sizes and alignment allow. Where one of them has none but the path of any
-    strides both take it: the product is as slow as that one, and there are fewer kernels to compile."""
+    """The fastest paths of a and b that strides, sizes and alignment allow. Where one of them has none but the path of
+    any strides both take it: the product is as slow as that one, and there are fewer kernels to compile."""
     a, b = problem.a, problem.b
     paths = (
         _path(a, a.row_stride, a.col_stride, problem.m, problem.k),
@@ -131,8 +132,9 @@ def _rows_out(problem: GemmProblem) -> bool:
 
 
 def choose(problem: GemmProblem, multiprocessors: int, tile: Tile | None = None) -> Launch:
-    """The launch of a problem that has elements: the largest tile of which there is one for each multiprocessor, else the
-    smallest; where operands or output take the path of any strides, whose addresses take many registers, the smallest.
+    """The launch of a problem that has elements: the largest tile of which there is one for each multiprocessor, else
+    the smallest; where operands or output take the path of any strides, whose addresses take many registers, the
+    smallest.
 
     tile: another one, for tests and benchmarks.
     """

@@ -33,8 +33,8 @@ _GRID = 2**31 - 1  # programs along x
 _RANK = 3  # batch dimensions of one launch
 _PLANS = 256  # numbers of rows of one layout, kept at most
 
-# Kernels compiled and loaded by this process, by device, and scratch memory that captured graphs refer to: nothing tells when
-# a graph is gone, so it stays for good.
+# Kernels compiled and loaded by this process, by device, and scratch memory that captured graphs refer to: nothing
+# tells when a graph is gone, so it stays for good.
 _loaded: set[Any] = set()
 _captured: list[Any] = []
 _lock = threading.Lock()
@@ -53,8 +53,8 @@ def _element(dtype: DType) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch but for its pointers. arguments: sizes, strides and codes, in the kernel's order; offsets: what is added to a,
-    b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes."""
+    """A launch but for its pointers. arguments: sizes, strides and codes, in the kernel's order; offsets: what is added
+    to a, b and out, in bytes, for each launch of a batch that has more dimensions than one launch takes."""
 
     launch: Launch
     arguments: tuple[int, ...]
@@ -90,15 +90,16 @@ def _on(execution: Execution) -> AbstractContextManager[None]:
 
 
 def _start(kernel: Any, key: Any, device: Device, programs: int, arguments: tuple[int, ...], options: Any) -> None:
-    """Launch on the current stream. The first launch of a kernel compiles and loads it, one at a time, and not while a graph
-    is captured, which loading would break."""
+    """Launch on the current stream. The first launch of a kernel compiles and loads it, one at a time, and not while a
+    graph is captured, which loading would break."""
     if key in _loaded or device.kind == "cpu":
         kernel[(programs,)](*arguments, **options)
         return
     torch = importlib.import_module("torch")
     if torch.cuda.is_current_stream_capturing():
         raise DeviceError(
-            f"a Triton kernel is not loaded on {device} yet and cannot be while a graph is captured; make the same call once "
+            f"a Triton kernel is not loaded on {device} yet and cannot be while a graph is captured; make the same "
+            f"call once "
             "before the capture"
         )
     with _lock:
@@ -124,8 +125,8 @@ def _reported(device: Device, what: str) -> Any:
 
 
 class Launches:
-    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows. Nothing waits for the
-    device, nothing is read back."""
+    """`backend.Run` of products: what launches one layout, by a plan that is made once for a number of rows. Nothing
+    waits for the device, nothing is read back."""
 
     def __init__(self, problem: GemmProblem, chosen: Launch | None = None) -> None:
         """chosen: a launch instead of geometry.py's."""
@@ -133,8 +134,8 @@ class Launches:
         self._plans: PlanCache[int, Plan] = PlanCache(_PLANS)
 
     def __call__(self, m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
-        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the kernel does
-        not compile."""
+        """Enqueue the product. Raises DeviceError where the device or its driver reports a fault, BuildError where the
+        kernel does not compile."""
         a, b, bias = operands
         assert a is not None
         assert b is not None
@@ -184,8 +185,8 @@ def _keep_if_captured(scratch: TensorView) -> None:
 
 
 class Sums:
-    """`backend.Run` of bias gradients. Batches of more dimensions than the kernel counts take one launch for each index of the
-    outer ones, which carry the chains on in float32 scratch."""
+    """`backend.Run` of bias gradients. Batches of more dimensions than the kernel counts take one launch for each index
+    of the outer ones, which carry the chains on in float32 scratch."""
 
     def __init__(self, problem: ColumnSumProblem) -> None:
         self._problem = problem
@@ -225,7 +226,8 @@ def _enqueue_sums(problem: ColumnSumProblem, dc: TensorView, out: TensorView, ex
             programs = -(-problem.n // columns)
             for first in range(0, programs, _GRID):
                 arguments = (
-                    first, pointer, start[0], end[0], problem.m, problem.n, problem.dc.row_stride, problem.dc.col_stride,
+                    first, pointer, start[0], end[0], problem.m, problem.n, problem.dc.row_stride,
+                    problem.dc.col_stride,
                     start[1], end[1], end[2], *sizes, *strides,
                 )  # fmt: skip
                 _start(kernel, key, device, min(programs - first, _GRID), arguments, options)

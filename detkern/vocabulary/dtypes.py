@@ -16,7 +16,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DType:
-    """One element type. `code` is the value of `detkern_dtype` in abi/abi.h; `short` the name in tables and messages."""
+    """One element type. `code` is the value of `detkern_dtype` in abi/abi.h;
+    `short` the name in tables and messages."""
 
     name: str
     short: str

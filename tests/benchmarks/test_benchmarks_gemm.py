@@ -90,8 +90,10 @@ def test_a_wrong_result_has_no_time() -> None:
 def _row(name: str, m: int, ratio: float, op: str = "forward", contract: str = "mma16", **more: Any) -> dict[str, Any]:
     n, k = next((layer.n, layer.k) for layer in SHAPES.layers if layer.name == name)
     return {
-        "name": name, "op": op, "m": m, "n": n, "k": k, "type": "bfloat16", "contract": contract, "date": "2026-12-01T10:00:00",
-        "detkern_us": 10 * ratio, "cublas_us": 10.0, "ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01,
+        "name": name, "op": op, "m": m, "n": n, "k": k, "type": "bfloat16", "contract": contract,
+        "date": "2026-12-01T10:00:00",
+        "detkern_us": 10 * ratio, "cublas_us": 10.0, "ratio": ratio, "ratio_low": ratio - 0.01,
+        "ratio_high": ratio + 0.01,
         "reference_us": 5.0, "tflops": 1.0, "gb_per_s": 2.0, "tile": "64x64", **more,
     }  # fmt: skip
 
@@ -134,7 +136,8 @@ def test_a_target_needs_every_row() -> None:
 def _record(folder: Path, rows: list[dict[str, Any]]) -> Path:
     path = folder / "gemm.json"
     made = {
-        "what": "gemm", "date": "2026-12-01T10:00:00", "gpu": "NVIDIA H200", "driver": "580.1", "versions": {"torch": "2.11"},
+        "what": "gemm", "date": "2026-12-01T10:00:00", "gpu": "NVIDIA H200", "driver": "580.1",
+        "versions": {"torch": "2.11"},
         "command": "python -m benchmarks.gemm", "sources": {}, "rows": rows,
     }  # fmt: skip
     path.write_text(json.dumps(made))

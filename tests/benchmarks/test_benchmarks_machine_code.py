@@ -1,4 +1,5 @@
-"""benchmarks.machine_code: what a cubin is, which builds are compared, what counts as changed; benchmarks.rekey on its answer."""
+"""benchmarks.machine_code: what a cubin is, which builds are compared, what counts as changed; benchmarks.rekey on its
+answer."""
 
 from __future__ import annotations
 

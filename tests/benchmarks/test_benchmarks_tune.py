@@ -1,4 +1,5 @@
-"""The tuner without a GPU: which row of tuned.json a product belongs to, rows put together, and the file that is written."""
+"""The tuner without a GPU: which row of tuned.json a product belongs to, rows put together, and the file that is
+written."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_rows_that_were_not_measured_again_are_kept() -> None:
 def test_what_is_written_is_read_back(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuned.json"
     content = {
-        "gpu": "a GPU", "multiprocessors": 132, "date": "2026-01-01T00:00:00+00:00", "command": "python -m benchmarks.tune",
+        "gpu": "a GPU", "multiprocessors": 132, "date": "2026-01-01T00:00:00+00:00",
+        "command": "python -m benchmarks.tune",
         "rows": tune.merged([], {("mma16", "KK", n, 64): {1: f"tile {n}", 16: "last"} for n in range(rows)}),
     }  # fmt: skip
     tune.write(path, content)

@@ -27,7 +27,8 @@ def test_every_name_of_detkern_exists() -> None:
 def test_every_entry_point_of_the_op_and_the_engine_exists() -> None:
     op = detkern.get_op("det_gemm")
     for name in (
-        "fwd", "fwd_rhs_transposed", "fwd_fp32", "da", "db", "db_transposed", "linear", "forward_fp32", "forward_accum_fp32",
+        "fwd", "fwd_rhs_transposed", "fwd_fp32", "da", "db", "db_transposed", "linear", "forward_fp32",
+        "forward_accum_fp32",
     ):  # fmt: skip
         assert f"{name}`" in PAGE or f"op.{name}" in PAGE or f"`{name}" in PAGE, name
         assert callable(getattr(op, name))

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+COMPILED = {".cu", ".cuh", ".cpp", ".h"}  # of Python's lines ruff says it
 
 
 def _prose(text: str) -> str:
@@ -39,6 +40,20 @@ def test_readme_says_on_its_first_screen_when_not_to_use_it() -> None:
 def test_lines_are_at_most_120_columns(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert [(number, len(line)) for number, line in enumerate(lines, 1) if len(line) > 120] == []
+
+
+def test_lines_of_kernels_are_at_most_120_columns() -> None:
+    sources = [
+        path for folder in ("detkern", "tests") for path in (ROOT / folder).rglob("*") if path.suffix in COMPILED
+    ]
+    assert len(sources) > 50
+    long = [
+        (path.relative_to(ROOT).as_posix(), number)
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert long == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,9 +1,9 @@
 // One block of GPU threads on one host thread: a fiber for each, switched at barriers.
 //
-// Between two barriers the threads run one after the other, in ascending order in one phase and in descending order in the
-// next, so that what is read without a barrier after it was written is, for some threads, still what was there before.
-// A fiber is started by ucontext and switched by _setjmp and _longjmp, which take nanoseconds; it outlives the block and
-// serves the next one.
+// Between two barriers the threads run one after the other, in ascending order in one phase and in descending order in
+// the next, so that what is read without a barrier after it was written is, for some threads, still what was there
+// before. A fiber is started by ucontext and switched by _setjmp and _longjmp, which take nanoseconds; it outlives the
+// block and serves the next one.
 #pragma once
 
 #include <csetjmp>

@@ -1,8 +1,8 @@
 """Record the golden digests on a GPU: `python -m tests.golden.record [--output DIR]`.
 
 Writes <DIR or tests/golden>/<gpu>.json: for each case the SHA-256 of the GPU's result (little-endian, row-major). The
-operands come from detkern's versioned generator, so that a machine without a GPU can check that its replay gives the GPU's
-bits; tests/test_golden.py does.
+operands come from detkern's versioned generator, so that a machine without a GPU can check that its replay gives the
+GPU's bits; tests/test_golden.py does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def operation_samples() -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def operation_digests(place: Any, fetch: Any, backend: str) -> dict[str, str]:
-    """The digest of each of these samples' results. place, fetch: NumPy arrays to where the backend computes, and back."""
+    """The digest of each of these samples' results.
+    place, fetch: NumPy arrays to where the backend computes, and back."""
     found = {}
     for key, variant, operation, sample in operation_samples():
         arrays = [None if x is None else place(x) for x in sample.operands]

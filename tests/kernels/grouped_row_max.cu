@@ -1,9 +1,9 @@
-// A kernel of the tests: the largest product of each row with the columns of a tile, by the parts that Hopper's kernels are
-// made of, with a walk and an epilogue of its own. A's rows are of groups, one behind another; each has its own B.
+// A kernel of the tests: the largest product of each row with the columns of a tile, by the parts that Hopper's kernels
+// are made of, with a walk and an epilogue of its own. A's rows are of groups, one behind another; each has its own B.
 //
 // Launch. 384 threads; any grid.x. Macros. OPERAND_BYTES (2: bf16, 1: e4m3 and e5m2); SMEM_BYTES.
-// Parameters. a_row, m: of A, all groups' rows; b_col, b_batch[0]: of B [groups, n, k]; batch_rank 1; scratch: int32 of the
-// groups + 1 rows where they begin and end, in ascending order; out: float [tiles along n][m].
+// Parameters. a_row, m: of A, all groups' rows; b_col, b_batch[0]: of B [groups, n, k]; batch_rank 1; scratch: int32 of
+// the groups + 1 rows where they begin and end, in ascending order; out: float [tiles along n][m].
 #include "parts/main_loop.cuh"
 #include "parts/operand_tile.cuh"
 #include "parts/params.cuh"

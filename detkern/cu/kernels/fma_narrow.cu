@@ -2,8 +2,8 @@
 // ascending from 0 to K - 1, from +0 (or from `out`). The same function as fma.cu's, for f32, f16 and bf16 operands.
 //
 // A chain takes 4 cycles a k, whoever computes it. Where outputs are few, tiles are so small that all multiprocessors
-// work and a scheduler has hardly more chains than hide each other's latency (docs/hopper.md). Warps of their own keep a
-// ring of stages filled: a copy takes as many issue slots as ten fused multiply-adds.
+// work and a scheduler has hardly more chains than hide each other's latency (docs/hopper.md). Warps of their own keep
+// a ring of stages filled: a copy takes as many issue slots as ten fused multiply-adds.
 //
 // Macros   OPERAND (F32 1, F16 2, BF16 3), LOAD_A, LOAD_B (K_MAJOR 1, MN_MAJOR 2), TILE_M, TILE_N, TILE_K, WARPS_M,
 //          WARPS_N, COPYING_WARPS, THREADS = 32 * (WARPS_M * WARPS_N + COPYING_WARPS), CTAS_PER_SM (a register bound),
@@ -36,8 +36,8 @@ constexpr int THREAD_M = TILE_M / (LANES_M * WARPS_M), THREAD_N = TILE_N / (LANE
 constexpr int COMPUTING_THREADS = 32 * WARPS_M * WARPS_N, COPYING_THREADS = 32 * COPYING_WARPS;
 constexpr int STAGE_BYTES = (TILE_M + TILE_N) * (4 * TILE_K + 16), PLACE_OF_B = TILE_M * (4 * TILE_K + 16);
 constexpr int BAND = 16;
-// Barriers, each of which one role arrives at and the other waits for: a stage is there, its copies complete; and the stage
-// before it has been read.
+// Barriers, each of which one role arrives at and the other waits for: a stage is there, its copies complete; and the
+// stage before it has been read.
 constexpr int STAGE_THERE = 1, STAGE_LEFT = 2;
 // Groups of fragments are read so many ahead that their latency, some 40 cycles, passes meanwhile: a scheduler may have
 // no other warp to turn to.
@@ -121,7 +121,8 @@ class Copies : Stage<LOAD, ROWS> {
 
 // What the copying threads do for a tile.
 DETKERN_INLINE void copy_stages(const GemmParams& p, const OutputTile& tile, int thread, uint32_t shared) {
-  Copies<LOAD_A, TILE_M> a(p.a, batch_offset(p, p.a_batch, tile.batch), p.a_row, p.a_col, tile.row, p.m, thread, shared);
+  Copies<LOAD_A, TILE_M> a(p.a, batch_offset(p, p.a_batch, tile.batch), p.a_row, p.a_col, tile.row, p.m, thread,
+                           shared);
   Copies<LOAD_B, TILE_N> b(p.b, batch_offset(p, p.b_batch, tile.batch), p.b_col, p.b_row, tile.column, p.n, thread,
                            shared + PLACE_OF_B);
   int64_t k_left = p.k;

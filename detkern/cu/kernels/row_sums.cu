@@ -1,23 +1,24 @@
-// Sums of rows (docs/contracts.md, aligned sum): sum, mean and mean of squares, of rows that are short, that lie side by
-// side, or that are so few and so long that many CTAs work on each. rows.cu computes the same bits for all other rows.
+// Sums of rows (docs/contracts.md, aligned sum): sum, mean and mean of squares, of rows that are short, that lie side
+// by side, or that are so few and so long that many CTAs work on each. rows.cu computes the same bits for all other
+// rows.
 //
 // A thread has pieces of neighbouring elements: of one row (ALONG), or one element of each of neighbouring rows. R x C
-// threads of a CTA have R pieces side by side and C pieces of each row at a time, and what they found is combined over C:
-// the largest terms first, then the terms as integers. HELD: a row's elements stay in registers between the two.
+// threads of a CTA have R pieces side by side and C pieces of each row at a time, and what they found is combined over
+// C: the largest terms first, then the terms as integers. HELD: a row's elements stay in registers between the two.
 // Many CTAs a row: a first launch (PHASE LARGEST) leaves the largest terms of each part of a row in scratch memory, a
-// second one (TOTALS) the sums of the parts, a third one (FINISH) adds them. Largest numbers and integers are combined in
-// any order, so no part, tile or grid changes a bit.
+// second one (TOTALS) the sums of the parts, a third one (FINISH) adds them. Largest numbers and integers are combined
+// in any order, so no part, tile or grid changes a bit.
 //
-// Macros   SQUARES (0; 1: the terms are squares), OPERAND (F32 1, F16 2, BF16 3), ALONG (0, 1), PIECE (elements of a load:
-//          16 bytes, or 1), R, C (powers of two, R * C a multiple of 32), PIECES (loads in flight), HELD (0, 1), PHASE
-//          (WHOLE 0, LARGEST 1, TOTALS 2, FINISH 3).
+// Macros   SQUARES (0; 1: the terms are squares), OPERAND (F32 1, F16 2, BF16 3), ALONG (0, 1), PIECE (elements of a
+//          load: 16 bytes, or 1), R, C (powers of two, R * C a multiple of 32), PIECES (loads in flight), HELD (0, 1),
+//          PHASE (WHOLE 0, LARGEST 1, TOTALS 2, FINISH 3).
 // Launch   R * C threads. Grid (tiles * parts, 1, 1): a tile is R pieces of rows, the parts of a tile lie side by side;
 //          WHOLE has one part, and any grid up to the number of tiles. FINISH: a warp a row.
 // Memory   static shared memory, 33 KiB at most. Scratch where parts > 1: 16 bytes for each part of a row.
-// Loads    PIECE > 1: pieces begin at multiples of 16 bytes: the data, and all strides but the one along a piece, which is
-//          1. A piece that reaches beyond the rows or columns is read by elements.
-// Columns  HELD: at most C * PIECES pieces of a row. A part of a row, and a row of WHOLE, has at most 2^18: the sum of its
-//          terms stays within 64 bits.
+// Loads    PIECE > 1: pieces begin at multiples of 16 bytes: the data, and all strides but the one along a piece, which
+//          is 1. A piece that reaches beyond the rows or columns is read by elements.
+// Columns  HELD: at most C * PIECES pieces of a row. A part of a row, and a row of WHOLE, has at most 2^18: the sum of
+//          its terms stays within 64 bits.
 #include "parts/aligned_sum.cuh"
 #include "parts/elements.cuh"
 #include "parts/team.cuh"
@@ -198,12 +199,14 @@ class Tile {
     }
   }
 
-  // Of a thread's rows; behind find_extents, or with the extents that all parts have left in scratch memory. CROSS > 1: the
-  // first ROWS threads have that of a row each.
+  // Of a thread's rows; behind find_extents, or with the extents that all parts have left in scratch memory. CROSS > 1:
+  // the first ROWS threads have that of a row each.
   DETKERN_INLINE void add() {
 #pragma unroll
     for (int j = 0; j < ROWS_EACH; ++j) totals_[j] = {0};
-    for_each_slab([&] { pieces_.for_each([&](int row, float term) { totals_[row].value += Unit(extents_[row]).of(term); }); });
+    for_each_slab([&] {
+      pieces_.for_each([&](int row, float term) { totals_[row].value += Unit(extents_[row]).of(term); });
+    });
     combine_over_lanes(totals_);
     if constexpr (CROSS > 1) combine_over_warps(totals_, shared_.totals);
   }
@@ -236,7 +239,8 @@ class Tile {
 
   DETKERN_INLINE void leave_extents() const {
     for_each_own([&](int row, const Place& place, int j) {
-      static_cast<Extent*>(p_.scratch)[part() * p_.rows + place.row + j] = CROSS > 1 ? shared_.extents[row] : extents_[j];
+      static_cast<Extent*>(p_.scratch)[part() * p_.rows + place.row + j] =
+          CROSS > 1 ? shared_.extents[row] : extents_[j];
     });
   }
 
@@ -304,7 +308,8 @@ class Tile {
     float values[COUNT];
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) {
-      values[j] = __fadd_rn(result(Unit(extents_[j % ROWS_EACH]).sum(totals_[j % ROWS_EACH], extents_[j % ROWS_EACH])), 0.0f);
+      const Extent extent = extents_[j % ROWS_EACH];
+      values[j] = __fadd_rn(result(Unit(extent).sum(totals_[j % ROWS_EACH], extent)), 0.0f);
     }
     if (p_.out_dtype == F32) {
 #pragma unroll

@@ -1,10 +1,11 @@
-// The order in which scattered sums are made: the sources in ascending order of the row that their index names, those of
-// one row in their own order. A stable radix sort of (row, source) pairs, eight bits a pass, lowest first. Counts are whole
-// numbers, so the outcome depends on nothing but the indices. An index outside of [0, rows) becomes `rows`, the largest key.
+// The order in which scattered sums are made: the sources in ascending order of the row that their index names, those
+// of one row in their own order. A stable radix sort of (row, source) pairs, eight bits a pass, lowest first. Counts
+// are whole numbers, so the outcome depends on nothing but the indices. An index outside of [0, rows) becomes `rows`,
+// the largest key.
 //
 // Macros   PHASE, THREADS, ITEMS (pairs of a thread; a tile is THREADS * ITEMS pairs), SMEM_BYTES.
-// Phases   ALL 0: every pass of at most one tile, in one CTA. Of each pass over more pairs: COUNT 1 counts the digits of
-//          each tile, SCAN 2 gives each tile its place among those of one digit, MOVE 3 moves the pairs.
+// Phases   ALL 0: every pass of at most one tile, in one CTA. Of each pass over more pairs: COUNT 1 counts the digits
+//          of each tile, SCAN 2 gives each tile its place among those of one digit, MOVE 3 moves the pairs.
 // Launch   THREADS threads. Grid: 1 for ALL, 256 for SCAN, the tiles for COUNT and MOVE.
 // Memory   SMEM_BYTES of dynamic shared memory: counters of every warp, and for ALL the pairs of the tile. Scratch: two
 //          arrays each of keys and of sources, 256 counters a tile, 256 totals.
@@ -37,7 +38,8 @@ struct SortParams {
 
 DETKERN_INLINE uint32_t key_of(const SortParams& p, int64_t source) {
   const int64_t place = source * p.index_stride;
-  const int64_t row = p.wide ? static_cast<const int64_t*>(p.index)[place] : static_cast<const int32_t*>(p.index)[place];
+  const int64_t row = p.wide ? static_cast<const int64_t*>(p.index)[place]
+                             : static_cast<const int32_t*>(p.index)[place];
   return row >= 0 && row < p.rows ? static_cast<uint32_t>(row) : static_cast<uint32_t>(p.rows);
 }
 
@@ -60,7 +62,8 @@ DETKERN_INLINE uint32_t exclusive_sum(uint32_t value, uint32_t* warp_sums) {
   return before + sum - value;
 }
 
-// The pairs of a tile, a run of 32 * ITEMS for each warp, in order: item i of a lane is number 32 * i + lane of the run.
+// The pairs of a tile, a run of 32 * ITEMS for each warp, in order: item i of a lane is number 32 * i + lane of the
+// run.
 struct Pairs {
   uint32_t key[ITEMS], source[ITEMS];
   uint32_t places[ITEMS / 2];  // among those of the tile with its digit, two in a word
@@ -73,8 +76,8 @@ DETKERN_INLINE int number_in_tile(int item) {
   return thread_index() / 32 * 32 * ITEMS + 32 * item + thread_index() % 32;
 }
 
-// Finds the places of the first `count` pairs of the tile. Afterwards counters[warp][digit] is what stands before the warp's own
-// in the tile, and the digit's total comes back to the thread of its number.
+// Finds the places of the first `count` pairs of the tile. Afterwards counters[warp][digit] is what stands before the
+// warp's own in the tile, and the digit's total comes back to the thread of its number.
 DETKERN_INLINE uint32_t find_places(Pairs& pairs, int64_t count, int shift, uint32_t (*counters)[DIGITS]) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
   for (int i = thread; i < WARPS * DIGITS; i += THREADS) counters[0][i] = 0;

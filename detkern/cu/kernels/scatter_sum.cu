@@ -1,14 +1,14 @@
-// Scattered sums: out[r, n] is one chain acc = acc + source[i, n], binary32 to nearest even, over the sources i that name row
-// r, ascending, from +0 (or from `out`, and then rows that nobody names are left as they are); + 0 and one rounding at the
-// end. f32, f16 and bf16 sources. scatter_sort.cu has put the sources in order: `keys` are their rows, ascending, and
-// `sources` their numbers, ascending within a row. No chain is ever split, so no geometry changes a bit.
+// Scattered sums: out[r, n] is one chain acc = acc + source[i, n], binary32 to nearest even, over the sources i that
+// name row r, ascending, from +0 (or from `out`, and then rows that nobody names are left as they are); + 0 and one
+// rounding at the end. f32, f16 and bf16 sources. scatter_sort.cu has put the sources in order: `keys` are their rows,
+// ascending, and `sources` their numbers, ascending within a row. No chain is ever split, so no geometry changes a bit.
 //
-// A row that more than `few` sources name has CTAs of its own, one for WIDTH columns, which fill a ring of stages ahead of the
-// additions: they come first, so that the rest of the grid (without `out` to start from, mostly zeros to be written) hides
-// their time. Of the other rows one thread makes the chain of a piece of columns.
+// A row that more than `few` sources name has CTAs of its own, one for WIDTH columns, which fill a ring of stages ahead
+// of the additions: they come first, so that the rest of the grid (without `out` to start from, mostly zeros to be
+// written) hides their time. Of the other rows one thread makes the chain of a piece of columns.
 //
-// Macros   OPERAND (F32 1, F16 2, BF16 3), VECTOR (1: sources are read in pieces of 16 bytes; 0: element by element, any
-//          strides), THREADS, STAGES, SMEM_BYTES.
+// Macros   OPERAND (F32 1, F16 2, BF16 3), VECTOR (1: sources are read in pieces of 16 bytes; 0: element by element,
+//          any strides), THREADS, STAGES, SMEM_BYTES.
 // Launch   THREADS threads, any grid (x alone): a CTA takes task blockIdx.x and every gridDim.x-th after it.
 // Memory   SMEM_BYTES of dynamic shared memory: STAGES stages of 8 KiB.
 // Loads    VECTOR wants the pointer and the row stride at multiples of 16 bytes and adjacent columns.
@@ -144,7 +144,8 @@ class OutPiece {
       for (int i = 0; i < PIECE; ++i) acc[i] = __uint_as_float(vector.words[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) acc[i] = i < count_ ? load_any(p_.out, offset_ + i * p_.out_col, p_.out_dtype) : 0.0f;
+      for (int i = 0; i < PIECE; ++i)
+        acc[i] = i < count_ ? load_any(p_.out, offset_ + i * p_.out_col, p_.out_dtype) : 0.0f;
     }
   }
 
@@ -301,7 +302,8 @@ class Ring {
         const int64_t column = column0_ + position(i) % p_.width;
         const int bytes = sources_[i] == 0xffffffffu ? 0 : SIZE * clamp(p_.n - column, PIECE);
         const int64_t offset = bytes > 0 ? sources_[i] * p_.source_row + column : 0;
-        copy_async_16(shared_address(stage) + position(i) * SIZE, static_cast<const char*>(p_.source) + offset * SIZE, bytes);
+        copy_async_16(shared_address(stage) + position(i) * SIZE, static_cast<const char*>(p_.source) + offset * SIZE,
+                      bytes);
       }
     } else {
       const Element* const source = static_cast<const Element*>(p_.source);

@@ -6,17 +6,15 @@
 // for its own products, rounds and adds them; the others' keep the tensor cores busy meanwhile. One more warp group
 // produces: one thread of it fills a ring of STAGES stages by TMA (parts/ring.cuh).
 // Tree. Nodes of up to eight leaves (node_walk.cuh) are gathered in registers. Of the nodes that wait for their sibling
-// the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): wgmma and
-// TMA need nearly all of shared memory's bandwidth.
-// Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x from 1 to the tile count, best the CTAs that run at once.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + max((0.5 + 2 * SHARED_LEVELS) * TILE_M *
-// TILE_N, slabs) + 16 * STAGES + 1024 (to align the ring): the ring, the waiting nodes (the outputs pass through their
-// memory once a tile's tree is done), the mbarriers. slabs = 160 * TILE_M * GROUPS_N bytes.
-// Scratch. grid.x * max(0, D - 1 - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D = max(0, ceil(log2(L)) - 3), L =
-// ceil(k / 32).
-// Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by TMA), TILE_M, TILE_N, TILE_K (64: two
-// leaves), STAGES (best a multiple of 4: Leaves), GROUPS_M, GROUPS_N, SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1),
-// SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
+// the lowest lies in registers for the most part (Sibling), others in shared memory and scratch (MergeLevels): wgmma
+// and TMA need nearly all of shared memory's bandwidth. Launch. 128 * (GROUPS_M * GROUPS_N + 1) threads; any grid.x
+// from 1 to the tile count, best the CTAs that run at once. Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N)
+// * TILE_K + max((0.5 + 2 * SHARED_LEVELS) * TILE_M * TILE_N, slabs) + 16 * STAGES + 1024 (to align the ring): the
+// ring, the waiting nodes (the outputs pass through their memory once a tile's tree is done), the mbarriers. slabs =
+// 160 * TILE_M * GROUPS_N bytes. Scratch. grid.x * max(0, D - 1 - SHARED_LEVELS) * 2 * TILE_M * TILE_N bytes, D =
+// max(0, ceil(log2(L)) - 3), L = ceil(k / 32). Macros. OPERAND (F16, BF16), LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR; both by
+// TMA), TILE_M, TILE_N, TILE_K (64: two leaves), STAGES (best a multiple of 4: Leaves), GROUPS_M, GROUPS_N,
+// SHARED_LEVELS, BAND (tile rows), CTAS_PER_SM (1), SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
 #include "parts/merge.cuh"
 #include "parts/mma_epilogue.cuh"
 #include "parts/node_walk.cuh"
@@ -249,8 +247,8 @@ DETKERN_INLINE bool store_words(const GemmParams& p, const OutputTile& tile, int
   return true;
 }
 
-// Writes any outputs, those from `own` on, through the levels' memory: it is free once all consumers are here, and theirs
-// again once all have written.
+// Writes any outputs, those from `own` on, through the levels' memory: it is free once all consumers are here, and
+// theirs again once all have written.
 DETKERN_INLINE void store_through_shared(const GemmParams& p, OutputTile tile, const OutputTile& own,
                                          unsigned char* slabs, const uint32_t (&node)[WORDS]) {
   named_barrier<CONSUMERS * GROUP>(1);

@@ -1,7 +1,8 @@
-// The bias gradient on the vector units of Ascend AI cores: for each column acc = +0 (or out), for rows ascending acc = acc +
-// dc[row], binary32, to nearest even; + 0 and one rounding at the end.
+// The bias gradient on the vector units of Ascend AI cores: for each column acc = +0 (or out), for rows ascending acc =
+// acc + dc[row], binary32, to nearest even; + 0 and one rounding at the end.
 //
-// Tile     256 columns over all rows, so that no chain is cut. A piece is 16 KB of rows, or two where columns are not adjacent.
+// Tile     256 columns over all rows, so that no chain is cut. A piece is 16 KB of rows, or two where columns are not
+//          adjacent.
 // Launch   min(tiles, vector cores) blocks, each walking tiles by GetBlockNum(); any number of blocks is right.
 // Memory   of columns.h, and 33 KB: accumulators and a piece in binary32.
 #pragma once

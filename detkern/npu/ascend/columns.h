@@ -1,4 +1,5 @@
-// What the Ascend kernels do with columns: bringing in rows of them at any strides, finishing a line of results and storing it.
+// What the Ascend kernels do with columns: bringing in rows of them at any strides, finishing a line of results and
+// storing it.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ __aicore__ inline void Order() {
 }
 __aicore__ inline void VectorBarrier() { AscendC::PipeBarrier<PIPE_V>(); }
 
-// Copies `lines` lines of `bytes` contiguous bytes, `stride` apart, to lines of local memory `pitch` apart, each filled with
-// zeros to whole blocks.
+// Copies `lines` lines of `bytes` contiguous bytes, `stride` apart, to lines of local memory `pitch` apart, each filled
+// with zeros to whole blocks.
 __aicore__ inline void CopyIn(const AscendC::LocalTensor<uint8_t>& to, uint64_t from, int32_t lines, int32_t bytes,
                               int64_t stride, int32_t pitch) {
   const int32_t filled = RoundUp(bytes, BLOCK_BYTES);
@@ -159,8 +160,8 @@ class Columns {
   }
 
   // `count` 16-bit elements in binary32, exactly.
-  __aicore__ static inline void Upcast(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<uint16_t>& from,
-                                       int32_t dtype, int32_t count) {
+  __aicore__ static inline void Upcast(const AscendC::LocalTensor<float>& to,
+                                       const AscendC::LocalTensor<uint16_t>& from, int32_t dtype, int32_t count) {
     if (dtype == DETKERN_F16)
       AscendC::Cast(to, from.ReinterpretCast<half>(), AscendC::RoundMode::CAST_NONE, count);
     else

@@ -85,8 +85,9 @@ int32_t prepare(int device, int64_t& cores) {
   aclrtFloatOverflowMode mode = ACL_RT_OVERFLOW_MODE_UNDEF;
   if (const aclError error = aclrtGetDeviceSatMode(&mode)) return failed("aclrtGetDeviceSatMode", error);
   if (mode != ACL_RT_OVERFLOW_MODE_INFNAN)
-    return fail(DETKERN_UNSUPPORTED, "the device saturates on overflow; aclrtSetDeviceSatMode(ACL_RT_OVERFLOW_MODE_INFNAN) "
-                                     "before its streams are made gives infinities and NaN");
+    return fail(DETKERN_UNSUPPORTED,
+                "the device saturates on overflow; aclrtSetDeviceSatMode(ACL_RT_OVERFLOW_MODE_INFNAN) before its "
+                "streams are made gives infinities and NaN");
   return DETKERN_OK;
 }
 

@@ -1,5 +1,5 @@
-// One binary32 fused multiply-add in integers, for bfloat16 factors: what the vector unit's multiply-then-add is not where
-// the product is inexact in binary32 (below 2^-134, or 2^128 and above).
+// One binary32 fused multiply-add in integers, for bfloat16 factors: what the vector unit's multiply-then-add is not
+// where the product is inexact in binary32 (below 2^-134, or 2^128 and above).
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ __aicore__ inline int32_t BitLength(uint64_t value) {
   return length + (value ? 1 : 0);
 }
 
-// value * 2^(from - to), bits below the last place gathered in it. Their place never decides a rounding: what is added to
-// them is at least 2^36 times as large.
+// value * 2^(from - to), bits below the last place gathered in it. Their place never decides a rounding: what is added
+// to them is at least 2^36 times as large.
 __aicore__ inline uint64_t Aligned(uint64_t value, int32_t from, int32_t to) {
   if (from >= to) return value << (from - to);
   const int32_t shift = to - from;

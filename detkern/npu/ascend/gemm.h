@@ -2,17 +2,19 @@
 //
 // Never run on such a device: compiled and run on the host against tests/emulation (docs/npu.md).
 //
-// Arithmetic  Muls, then Add: the fused form where the product is exact in binary32, always for f16. For bf16 the smallest
-//             and largest magnitudes of each piece of A and B are compared, and rows of A whose products may lie below 2^-134
-//             or at 2^128 and above are computed in integers (exact_fma.h) on the scalar unit. NaNs are made canonical at
-//             the end. The device must be in Inf/NaN mode (its default).
-// Tile        ROWS x 256 outputs, ROWS at most 8 and fewer for deep trees, whose waiting nodes must fit; each is reduced end
-//             to end by one block. A piece is 32 k (a leaf); 8 or 2 k where no dimension of A or of B is contiguous.
+// Arithmetic  Muls, then Add: the fused form where the product is exact in binary32, always for f16. For bf16 the
+//             smallest and largest magnitudes of each piece of A and B are compared, and rows of A whose products may
+//             lie below 2^-134 or at 2^128 and above are computed in integers (exact_fma.h) on the scalar unit. NaNs
+//             are made canonical at the end. The device must be in Inf/NaN mode (its default).
+// Tile        ROWS x 256 outputs, ROWS at most 8 and fewer for deep trees, whose waiting nodes must fit; each is
+//             reduced end to end by one block. A piece is 32 k (a leaf); 8 or 2 k where no dimension of A or of B is
+//             contiguous.
 // Launch      min(tiles, vector cores) blocks, each walking tiles by GetBlockNum(); any number of blocks is right.
-// Memory      Unified Buffer, in bytes: B's pieces 2 x 16384, A's 2 x 2048, the output's 2 x 8192, both in binary32 32768 +
-//             4096, gathered B 16384, accumulators and products 2 x 8192, waiting nodes 49152, the rest 10272: 178 KB of 192,
-//             so that 8 KB are left to Select.
-// Loads       any strides, of any sign, in 64 bits, at any byte address: contiguous lines by DataCopyPad, others gathered.
+// Memory      Unified Buffer, in bytes: B's pieces 2 x 16384, A's 2 x 2048, the output's 2 x 8192, both in binary32
+//             32768 + 4096, gathered B 16384, accumulators and products 2 x 8192, waiting nodes 49152, the rest 10272:
+//             178 KB of 192, so that 8 KB are left to Select.
+// Loads       any strides, of any sign, in 64 bits, at any byte address: contiguous lines by DataCopyPad, others
+//             gathered.
 //
 // The APIs, each with the page of the Ascend C API reference that it follows, are listed in docs/npu.md (CANN 8.5.0).
 #pragma once
@@ -54,9 +56,9 @@ __aicore__ inline int64_t BatchOffset(const int64_t* shape, const int64_t* strid
   return offset;
 }
 
-// Where a leaf of a mid-split tree ends: the path from the root takes `depth` steps, the last `rights` of them to a right
-// child. So many nodes end with it; their left children wait at depths depth, depth - 1, ..., and what ends as a left
-// child waits at its own depth, where no other can wait then.
+// Where a leaf of a mid-split tree ends: the path from the root takes `depth` steps, the last `rights` of them to a
+// right child. So many nodes end with it; their left children wait at depths depth, depth - 1, ..., and what ends as a
+// left child waits at its own depth, where no other can wait then.
 struct LeafEnd {
   int32_t depth, rights;
 };

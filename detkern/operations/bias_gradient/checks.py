@@ -27,7 +27,8 @@ def plan_column_sum(
         rows = rows_of(shape, strides) if rank else None
     sums = (shape[-1],) if rank else ()
     key: tuple[object, ...] = (
-        "bias_gradient", accumulate, backend, None if out_dtype is None else out_dtype.code, dc.device.kind, dc.device.index,
+        "bias_gradient", accumulate, backend, None if out_dtype is None else out_dtype.code, dc.device.kind,
+        dc.device.index,
         dc.dtype.code, dc.pointer & 15,
         None if out is None else (out.shape, out.strides, out.dtype.code, out.pointer & 15, out.readonly),
     )  # fmt: skip

@@ -15,9 +15,9 @@ __all__ = ["ColumnSumProblem", "column_sum_problem"]
 class ColumnSumProblem:
     """out[n] = the chain of dc[*batch, m, n] over all rows, those of one batch index after those of the one before.
 
-    Batch dimensions are merged with each other and with the rows as far as the strides allow; those of size one are left
-    out, so there are at most 61 where the rows can be counted in 63 bits. There may be no rows: then the batch is () and
-    m is 0.
+    Batch dimensions are merged with each other and with the rows as far as the strides allow; those of size one are
+    left out, so there are at most 61 where the rows can be counted in 63 bits. There may be no rows: then the batch is
+    () and m is 0.
     """
 
     operation: ClassVar[str] = "bias_gradient"

@@ -13,8 +13,8 @@ __all__ = ["column_sum"]
 
 
 def column_sum(dc: Array, *, initial: Array | None = None, out_dtype: DType | None = None) -> Array:
-    """The bias gradient: for each column of dc [.., N] one chain of binary32 additions over the rows, which are those of
-    all leading dimensions in row-major order; a new [N] array of `out_dtype`.
+    """The bias gradient: for each column of dc [.., N] one chain of binary32 additions over the rows, which are those
+    of all leading dimensions in row-major order; a new [N] array of `out_dtype`.
 
     dc:        float32, float16 or bfloat16, any strides.
     initial:   float32 [N]; where the chains start.

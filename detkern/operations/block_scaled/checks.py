@@ -28,7 +28,8 @@ def plan_block_scaled(
     """The plan of an `fp8-block128` product, its rows and the shape of its result."""
     # Shapes stay in the key: the scales' own depend on the number of rows.
     key = (
-        "block_scaled_gemm", backend, None if out_dtype is None else out_dtype.code, accumulate, a.device.kind, a.device.index,
+        "block_scaled_gemm", backend, None if out_dtype is None else out_dtype.code, accumulate, a.device.kind,
+        a.device.index,
         *((view.shape, view.strides, view.dtype.code, view.pointer & 15) for view in (a, scale_a, b, scale_b)),
         None if out is None else (out.shape, out.strides, out.dtype.code, out.pointer & 15, out.readonly),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ... import config
 from ...dispatch import registry
@@ -17,8 +17,7 @@ from .problem import gemm_problem
 __all__ = ["GEMM", "LINEAR", "Names", "plan_product"]
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """How the caller knows the operands: the function, its left and its right operand."""
 
     function: str

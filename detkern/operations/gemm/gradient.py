@@ -12,9 +12,9 @@ For c[*batch, m, n] = contract(a[*batch, m, k], b[*batch, k, n]) + bias[n] and t
   rounded once to bias's type.
 - Only what is asked for is computed.
 
-A function here says what the two operands of a gradient's product are: a source ("a", "b" or "dc", for linear layers "x",
-"weight" or "dc") and how it is laid. A binding carries that out with its framework's reshape, broadcast and transpose,
-which copy only where no strides describe the layout. Sizes may be symbolic.
+A function here says what the two operands of a gradient's product are: a source ("a", "b" or "dc", for linear layers
+"x", "weight" or "dc") and how it is laid. A binding carries that out with its framework's reshape, broadcast and
+transpose, which copy only where no strides describe the layout. Sizes may be symbolic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The problem of a matrix product: everything that a backend needs to choose and launch a kernel, except the pointers."""
+"""The problem of a matrix product: everything that a backend needs to choose and launch a kernel,
+except the pointers."""
 
 from __future__ import annotations
 

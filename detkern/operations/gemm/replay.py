@@ -1,7 +1,7 @@
 """The contracts in NumPy: the definition one can run, and what the CPU backend falls back to without a C++ compiler.
 
-Written to be read beside docs/contracts.md, not for speed: NumPy works on many outputs at once, each output's arithmetic
-goes in the contract's order. Memory beyond operands and result stays at a few MiB.
+Written to be read beside docs/contracts.md, not for speed: NumPy works on many outputs at once, each output's
+arithmetic goes in the contract's order. Memory beyond operands and result stays at a few MiB.
 
 NumPy cannot set the rounding or flush-to-zero mode of the thread it runs in, and a thread in another mode gets other
 bits. A caller that does not know the modes of its thread (some libraries change them) sets the default ones around the

@@ -1,14 +1,16 @@
 """The gradients of row operations, free of any framework: backwards, the backwards of these, and forward mode.
 
-A rule gets a Framework, which calls row operations that are differentiable again, so what a rule gives can be differentiated
-in turn. Between row operations all is elementwise, in float32, and rounded once to the type of the operand:
+A rule gets a Framework, which calls row operations that are differentiable again, so what a rule gives can be
+differentiated in turn. Between row operations all is elementwise, in float32, and rounded once to the type of the
+operand:
 
-- A product of two rows that is summed is rounded element by element and then summed by the sum's rule, as in the gradient
-  of softmax (docs/contracts.md, "Row operations").
-- The incoming gradient is rounded to the operand's type where it meets a row operation's second operand in a backward of a
-  backward.
+- A product of two rows that is summed is rounded element by element and then summed by the sum's rule, as in the
+  gradient of softmax (docs/contracts.md, "Row operations").
+- The incoming gradient is rounded to the operand's type where it meets a row operation's second operand in a backward
+  of a backward.
 
-The variants are those of operation.py. `mean_backward` has a number, its width, for a second operand; all others are arrays.
+The variants are those of operation.py. `mean_backward` has a number, its width, for a second operand; all others are
+arrays.
 """
 
 from __future__ import annotations
@@ -57,13 +59,14 @@ class Recorded(NamedTuple):
 
 
 Backward = Callable[[Framework, Recorded, Any], tuple[Any, ...]]
-# (framework, operands that are arrays, result, its type, the operands' tangents, None among them, columns) -> the result's
-# tangent, of its type.
+# (framework, operands that are arrays, result, its type, the operands' tangents, None among them, columns) -> the
+# result's tangent, of its type.
 Forward = Callable[[Framework, Sequence[Any], Any, Any, Sequence[Any], Any], Any]
 
 
 class Rule(NamedTuple):
-    """saves: what the backward needs. backward: the gradients of the arrays among the operands. forward: of forward mode."""
+    """saves: what the backward needs. backward: the gradients of the arrays among the operands. forward: of forward
+    mode."""
 
     saves: Literal["in", "out", "none"]
     backward: Backward
@@ -71,8 +74,8 @@ class Rule(NamedTuple):
 
 
 def _dot(f: Framework, u: Any, v: Any) -> Any:
-    """The sum of each row's products, [.., 1], of float32 arrays: never without dimensions, where numbers are of another type
-    to PyTorch."""
+    """The sum of each row's products, [.., 1], of float32 arrays: never without dimensions, where numbers are of
+    another type to PyTorch."""
     return f.column(f.call("sum", f.float32, u * v))
 
 

@@ -23,7 +23,8 @@ __all__ = ["KINDS", "ROWS"]
 
 KINDS = {kind.label: kind for kind in RowKind}
 
-# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a cluster.
+# Rows and columns: rows that begin at multiples of 16 bytes and that do not, of a warp; some also of a CTA and a
+# cluster.
 _ROWS = ((16, 1), (16, 67), (16, 128), (16, 600))
 _WIDE_ROWS = ((5, 4096), (3, 9001), (2, 20_011))
 _SHAPES = ((2, 0), (1, 1), (5, 31), (17, 130), (33, 257), (3, 1000))

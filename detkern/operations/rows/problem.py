@@ -69,8 +69,9 @@ def one_a_row(view: TensorView) -> TensorView:
 class RowProblem:
     """out[*batch, m, :] = the operation of `kind` on a[*batch, m, :] (and b[*batch, m, :]), over n columns.
 
-    What has one number a row (`a` where the kind spreads, `out` where it reduces) has column stride 0. Batch dimensions are
-    merged with each other and with the rows as far as the strides of all operands allow. n may be 0; there are rows.
+    What has one number a row (`a` where the kind spreads, `out` where it reduces) has column stride 0. Batch dimensions
+    are merged with each other and with the rows as far as the strides of all operands allow. n may be 0; there are
+    rows.
     """
 
     operation: ClassVar[str] = "rows"

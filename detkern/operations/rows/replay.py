@@ -1,7 +1,8 @@
-"""The row operations in NumPy: the definition one can run, and what the CPU backend falls back to without a C++ compiler.
+"""The row operations in NumPy: the definition one can run, and what the CPU backend falls back to without a C++
+compiler.
 
-Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once. As for gemm/replay.py, the thread must
-be in the default rounding and flush-to-zero modes.
+Written to be read beside docs/contracts.md. NumPy works on all rows of a piece at once. As for gemm/replay.py, the
+thread must be in the default rounding and flush-to-zero modes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def _quotient(x: Binary32, y: Array | np.float32) -> Binary32:
 
 
 def aligned_sum(terms: Binary32) -> Binary32:
-    """The sum of each row: terms truncated to multiples of 2^(E - 43), added exactly, rounded once. The order cannot matter."""
+    """The sum of each row: terms truncated to multiples of 2^(E - 43), added exactly, rounded once. The order cannot
+    matter."""
     largest = np.abs(terms).max(axis=1, initial=np.float32(0))  # NaN where one is
     finite = np.isfinite(largest)
     exponent = np.maximum(np.frexp(np.where(finite, largest, np.float32(0)))[1] - 1, -126)
@@ -180,6 +182,7 @@ def _rounded_total(integers: Array, unit: Array) -> Binary32:
 
 
 def _shortened(number: int, by: int) -> int:
-    """number / 2^by of which the last bit also says whether anything was left: it rounds to 24 bits as `number` does."""
+    """number / 2^by of which the last bit also says whether anything was left:
+    it rounds to 24 bits as `number` does."""
     magnitude = abs(number) >> by | bool(abs(number) & ((1 << by) - 1))
     return magnitude if number >= 0 else -magnitude

@@ -10,6 +10,7 @@ from ...dispatch.plan import FREE_ROWS, Planned, new_plan, plans, result_type, r
 from ...errors import ArgumentError, DTypeError, ShapeError
 from ...tensors import TensorView, dtype_argument
 from ...tensors.types import OUTPUTS
+from ...vocabulary.arguments import flag
 from ...vocabulary.dtypes import INDICES, DType
 from .problem import scatter_sum_problem
 
@@ -26,31 +27,33 @@ def scatter_sum(
     accumulate: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Rows added to the destinations that an index names: out[index[i]] += source[i], for each element one chain of binary32
-    additions, i ascending. The gradient of an embedding's weight, of a selection of rows, and index_add.
+    """Rows added to the destinations that an index names: out[index[i]] += source[i], for each element one chain of
+    binary32 additions, i ascending. The gradient of an embedding's weight, of a selection of rows, and index_add.
 
-    Accumulating pieces of the sources, in order, into one float32 `out` gives the bits of the whole, wherever it is cut.
+    Accumulating pieces of the sources, in order, into one float32 `out` gives the bits of the whole, wherever it is
+    cut.
 
     Args:
         source: [M, N], float32, float16 or bfloat16; any strides.
-        index: [M], int32 or int64, on source's device. What is outside of [0, rows), negative numbers too, names no row: its
+        index: [M], int32 or int64, on source's device. What is outside of [0, rows), negative numbers too, names no
+        row: its
             source is left out.
         rows: of the result; it may be left out where `out` is given.
         out: [rows, N], as in `detkern.gemm`.
         out_dtype: as in `detkern.gemm`; default source's type.
-        accumulate: start each chain at out's value, upcast exactly, instead of +0. A row that nothing names is left as it is. An
-            `out` of 16 bits is rounded once, at the end of each call.
+        accumulate: start each chain at out's value, upcast exactly, instead of +0. A row that nothing names is left as
+            it is. An `out` of 16 bits is rounded once, at the end of each call.
         backend: as in `detkern.gemm`; "native" has no such op.
 
     Returns:
-        `out`, or a new array [rows, N] of source's framework. Rows that nothing names are +0 where it does not accumulate.
+        `out`, or a new array [rows, N] of source's framework. Rows that nothing names are +0 where it does not
+        accumulate.
 
     Raises:
         As `detkern.gemm`.
     """
     call = Call(((source, "source"), (index, "index")), out)
-    if accumulate is not True and accumulate is not False:
-        raise ArgumentError(f"accumulate={accumulate!r} must be True or False")
+    flag(accumulate, "accumulate")
     if backend is not None and type(backend) is not str:
         raise ArgumentError(f"backend={backend!r} must be a backend's name or None")
     dtype = None if out_dtype is None else dtype_argument(out_dtype)
@@ -86,7 +89,8 @@ def _plan(
     free = len(source.shape) == 2 and 1 < m < FREE_ROWS and index.shape == (m,)
     key = (
         "scatter_sum", rows, accumulate, backend, None if out_dtype is None else out_dtype.code,
-        source.device.kind, source.device.index, source.shape[1:] if free else source.shape, source.strides, source.dtype.code,
+        source.device.kind, source.device.index, source.shape[1:] if free else source.shape, source.strides,
+        source.dtype.code,
         source.pointer & 15, None if free else index.shape, index.strides, index.dtype.code, index.pointer & 15,
         None if out is None else (out.shape, out.strides, out.dtype.code, out.pointer & 15, out.readonly),
     )  # fmt: skip
@@ -103,7 +107,8 @@ def _plan(
 def _check(source: TensorView, index: TensorView) -> None:
     if source.dtype not in OUTPUTS:
         raise DTypeError(
-            f"source is {source.dtype}; scatter_sum takes float32, float16 and bfloat16: cast source to one of them (exact)"
+            f"source is {source.dtype}; scatter_sum takes float32, float16 and bfloat16: cast source to one of them "
+            "(exact)"
         )
     if index.dtype not in INDICES:
         raise DTypeError(f"index is {index.dtype}; scatter_sum takes int32 and int64")

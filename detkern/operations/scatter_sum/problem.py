@@ -15,8 +15,8 @@ __all__ = ["ScatterSumProblem", "scatter_sum_problem"]
 class ScatterSumProblem:
     """out[r, :] = the chain of source[i, :] over the i with index[i] = r, ascending; rows of out are `rows`.
 
-    accumulate: the chains start at out, and a row that no index names is left as it is; else they start at +0. A source whose
-    index is outside of [0, rows) belongs to no row. There may be no sources.
+    accumulate: the chains start at out, and a row that no index names is left as it is; else they start at +0. A source
+    whose index is outside of [0, rows) belongs to no row. There may be no sources.
     """
 
     operation: ClassVar[str] = "scatter_sum"

@@ -16,7 +16,8 @@ _PIECE = 1 << 18  # elements of its sources that are in binary32 at once
 
 
 def scatter_sum(source: Array, index: Array, out: Array, *, accumulate: bool = False) -> None:
-    """For each row r of out and each column one chain of binary32 additions over the sources i with index[i] = r, ascending.
+    """For each row r of out and each column one chain of binary32 additions over the sources i with index[i] = r,
+    ascending.
 
     source:     float32, float16 or bfloat16 [M, N], any strides.
     index:      int32 or int64 [M]. What is outside of [0, rows) names no row.
@@ -56,7 +57,8 @@ def scatter_sum(source: Array, index: Array, out: Array, *, accumulate: bool = F
 
 
 def _chain(acc: Binary32, source: Array, sources: Array) -> Binary32:
-    """acc + source[sources[0]] + source[sources[1]] + ..., each sum rounded: add.accumulate adds one after the other."""
+    """acc + source[sources[0]] + source[sources[1]] + ..., each sum rounded:
+    add.accumulate adds one after the other."""
     step = max(1, _PIECE // max(source.shape[1], 1))
     for start in range(0, len(sources), step):
         piece = source[sources[start : start + step]].astype(np.float32)

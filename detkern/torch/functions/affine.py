@@ -1,7 +1,7 @@
 """beta * input + alpha * product, as torch.addmm has it: fma(beta, input, alpha * acc) on finished accumulators.
 
-docs/contracts.md, "alpha and beta": alpha * acc is rounded to binary32, then one fused multiply-add, then one rounding to
-the result's type. PyTorch has no elementwise fma that is one on every device, so it is made of binary64 operations:
+docs/contracts.md, "alpha and beta": alpha * acc is rounded to binary32, then one fused multiply-add, then one rounding
+to the result's type. PyTorch has no elementwise fma that is one on every device, so it is made of binary64 operations:
 the product of two binary32 numbers is exact there, and the sum is rounded to odd, which makes the rounding to binary32
 that follows the only one (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
 rounding to odd", IEEE Transactions on Computers 57, 2008).

@@ -7,10 +7,10 @@
     weights = softmax(scores)              in binary32, rounded once to the operands' type; +0 where all scores are -inf
     out     = weights @ v                  by the contract
 
-These are the operations, roundings and gradients of Hugging Face's attn_implementation="eager". The gradients follow the
-formula backwards: dv is a chain over the query rows of a head, and so is dk; heads that share one of k and v are rounded
-first and then summed as one row. attention_blocks.py computes it in blocks, with the same bits. Under torch.func and where a
-gradient is differentiated again, the formula runs as it stands here, with memory for all scores.
+These are the operations, roundings and gradients of Hugging Face's attn_implementation="eager". The gradients follow
+the formula backwards: dv is a chain over the query rows of a head, and so is dk; heads that share one of k and v are
+rounded first and then summed as one row. attention_blocks.py computes it in blocks, with the same bits. Under
+torch.func and where a gradient is differentiated again, the formula runs as it stands here, with memory for all scores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = ["OPS", "attention", "fitted", "repeated"]
 
 
 def attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, contract: str | None) -> Any:
-    """The formula on q [.., H, L, E], k [.., G, S, E] and v [.., G, S, F], whose G is H or divides it; -> [.., H, L, F].
+    """The formula on q [.., H, L, E], k [.., G, S, E] and v [.., G, S, F], whose G is H or divides it; -> [.., H, L,
+    F].
 
     mask: boolean, of q's type or float32, broadcastable to [.., H, L, S]; or None.
     contract: the name of the products' contract; None: as `matmul`.

@@ -1,10 +1,10 @@
 """Scaled dot-product attention and its gradients on plain tensors, a block of heads and query rows at a time.
 
-Every block is the formula of attention.py. A query row's result and its gradient depend on that row alone. The gradients
-of keys and values are chains over the query rows of one head, so blocks end where the contract lets a chain be cut: at
-multiples of 16 rows it goes on in binary32 from block to block, and a tree's blocks are its own subtrees. So no bit depends
-on where the cuts are. `SCORES`, `PIECES` and `MASKED` bound what is held beside operands, results and gradients; the smallest block is
-16 query rows (of a tree 32) of one head against all keys.
+Every block is the formula of attention.py. A query row's result and its gradient depend on that row alone. The
+gradients of keys and values are chains over the query rows of one head, so blocks end where the contract lets a chain
+be cut: at multiples of 16 rows it goes on in binary32 from block to block, and a tree's blocks are its own subtrees. So
+no bit depends on where the cuts are. `SCORES`, `PIECES` and `MASKED` bound what is held beside operands, results and
+gradients; the smallest block is 16 query rows (of a tree 32) of one head against all keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .broadcasting import sum_to
 
 __all__ = ["MASKED", "PIECES", "SCORES", "Formula", "backward", "forward"]
 
-# Bytes: for the scores of a block and what is made of them; for the gradients of keys and values before they are rounded
-# and summed over a group of heads; for the gradients of scores before they are summed to those of a mask.
+# Bytes: for the scores of a block and what is made of them; for the gradients of keys and values before they are
+# rounded and summed over a group of heads; for the gradients of scores before they are summed to those of a mask.
 SCORES = 80 << 20
 PIECES = 112 << 20
 MASKED = 32 << 20
@@ -32,7 +32,8 @@ _SUMMED = 1 << 20  # how many gradients of keys or values are summed over their 
 
 
 class Formula(NamedTuple):
-    """What is fixed beside the tensors. contract: a name; first: the number of the first query row, for the causal mask."""
+    """What is fixed beside the tensors. contract: a name; first: the number of the first query row, for the causal
+    mask."""
 
     scale: float
     causal: bool
@@ -70,8 +71,8 @@ def backward(
 ) -> tuple[Any, Any, Any, Any]:
     """The gradients of q, k, v and mask for dout [.., H * G, L, F]; None where `needs` says that one is not needed.
 
-    A mask's is a sum over that of the scores, which is held as a whole where the mask has their size or is one row for all
-    query rows.
+    A mask's is a sum over that of the scores, which is held as a whole where the mask has their size or is one row for
+    all query rows.
     """
     operands = q, k, v, mask
     if not dout.numel() or not k.shape[-2]:
@@ -213,7 +214,8 @@ class _Backward:
 
 
 class _Chain:
-    """The products of a gradient over all query rows, gathered piece by piece into `out`, whose type is the operands'."""
+    """The products of a gradient over all query rows, gathered piece by piece into `out`,
+    whose type is the operands'."""
 
     def __init__(self, out: Any, contract: str, pieces: int) -> None:
         self.out, self.contract, self.whole = out, contract, pieces == 1
@@ -259,8 +261,8 @@ def _sum_heads(parts: Any, out: Any) -> None:
 
 
 def _stacks(q_like: list[Any], k_like: list[Any], mask: Any) -> Iterator[tuple[list[Any], list[Any], Any]]:
-    """Each stack of four dimensions, heads apart: [B, H, G, ..] of what has the heads of queries, [B, H, 1, ..] of what has
-    those of keys, and the mask, whose sizes of 1 stay."""
+    """Each stack of four dimensions, heads apart: [B, H, G, ..] of what has the heads of queries, [B, H, 1, ..] of what
+    has those of keys, and the mask, whose sizes of 1 stay."""
     rank = q_like[0].dim()
     if rank == 3:
         q_like, k_like, mask = [_map(x, 0) for x in q_like], [_map(x, 0) for x in k_like], _map(mask, 0)
@@ -313,8 +315,8 @@ def _heads(sizes: Any, fit: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _pieces(length: int, step: int, contract: str) -> list[tuple[slice, int]]:
-    """Pieces of the query rows, at most `step` (of a tree at least 32) each, and after each how many pairs of subtrees are
-    complete."""
+    """Pieces of the query rows, at most `step` (of a tree at least 32) each, and after each how many pairs of subtrees
+    are complete."""
     if step >= length:
         return [(slice(0, length), 0)]
     leaf = get_contract(contract).leaf

@@ -1,5 +1,5 @@
-"""How torch.func.vmap goes through the ops. A row's bits do not depend on its neighbours, so a batch that is folded into
-the rows, or into the batch of a product, has the bits of a loop over it.
+"""How torch.func.vmap goes through the ops. A row's bits do not depend on its neighbours, so a batch that is folded
+into the rows, or into the batch of a product, has the bits of a loop over it.
 
 `call` is the op itself; each rule gives a result and the place of its batch dimension.
 """

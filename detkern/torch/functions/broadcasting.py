@@ -1,7 +1,7 @@
 """Broadcasting as a step of its own, whose gradient is summed by detkern.
 
-PyTorch sums the gradient of an operand that arithmetic broadcasts below Python, by a reduction whose order depends on the number of
-rows.
+PyTorch sums the gradient of an operand that arithmetic broadcasts below Python, by a reduction whose order depends on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["expand", "expanded", "sum_to", "watched"]
 
 
 class _Expand(torch.autograd.Function):  # type: ignore[misc]
-    """x.expand(shape). With a main_grad the gradient is added to it, by one chain for each element of x over what was broadcast, in
-    the order of the result's dimensions."""
+    """x.expand(shape). With a main_grad the gradient is added to it, by one chain for each element of x over what was
+    broadcast, in the order of the result's dimensions."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, shape: Any, main_grad: Any) -> Any:

@@ -1,8 +1,8 @@
 """Products and row operations of plain tensors, with the least work between the call and the kernel.
 
-`detkern.gemm` reads any framework's arrays, finds their adapters and orders their streams; on a small product that costs more
-than torch.nn.functional.linear as a whole. Here tensors become views at once, which find the same plans; what is unusual goes
-through `detkern.gemm`, which also says what is wrong with it, and serves `detkern.explain`.
+`detkern.gemm` reads any framework's arrays, finds their adapters and orders their streams; on a small product that
+costs more than torch.nn.functional.linear as a whole. Here tensors become views at once, which find the same plans;
+what is unusual goes through `detkern.gemm`, which also says what is wrong with it, and serves `detkern.explain`.
 
 Only for tensors of which `route.direct` is true, and that autograd does not record here.
 """
@@ -82,12 +82,14 @@ def _product(
     return _complete(planned, (a, b, column), a.device, left)
 
 
-# (x, weight, bias, contract, out_dtype, backend): `detkern.linear(x, weight, bias, ...)`. No function, which takes longer to call.
+# (x, weight, bias, contract, out_dtype, backend): `detkern.linear(x, weight, bias, ...)`. No function, which takes
+# longer to call.
 linear = functools.partial(_product, LINEAR)
 
 
 def _view(tensor: Any) -> TensorView | None:
-    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty, and where calls are only rehearsed."""
+    """A tensor's memory; None where that is not simply what PyTorch says it is, or empty, and where calls are only
+    rehearsed."""
     if rehearsals:
         return None
     try:
@@ -123,7 +125,8 @@ def _complete(planned: Planned, views: tuple[TensorView | None, ...], device: De
     strides = (shape[1] or 1, 1) if len(shape) == 2 else contiguous_strides(shape)
     dtype = plan.dtype
     wanted = _TORCH_TYPES[dtype.code]
-    # torch.empty, which has more signatures to tell apart, takes twice the time; a type and a device to read a fifth more.
+    # torch.empty, which has more signatures to tell apart, takes twice the time; a type and a device to read a fifth
+    # more.
     if like.dtype is wanted:
         result = like.new_empty_strided(shape, strides)
     else:

@@ -9,6 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ... import config
 from ...errors import ArgumentError, DTypeError, ShapeError
+from ...vocabulary.arguments import flag
 from . import eager, gradients, main_grads, route
 from .casting import autocast, torch_dtype
 
@@ -28,8 +29,8 @@ def matmul(
     Args:
         a: [.., M, K], or [K]. float32, float16 or bfloat16; any strides.
         b: [.., K, N], or [K], of a's type and on its device. Batch dimensions broadcast as in torch.matmul.
-        out_dtype: the result's type, a torch dtype or a name. Default: the operands'. The incoming gradient is rounded to
-            the operands' type before the products of the backward.
+        out_dtype: the result's type, a torch dtype or a name. Default: the operands'. The incoming gradient is rounded
+            to the operands' type before the products of the backward.
         contract: the contract's name. Default: `detkern.config.contract`, else that of type and device. It is read now
             and holds for the backward too.
         backend: the name of the one backend to use, not "native".
@@ -124,7 +125,7 @@ def linear(
     if backend is not None:
         _need_backend(backend)
     main_grad = bias_main_grad = None
-    if accumulate:
+    if accumulate is not False and flag(accumulate, "accumulate"):
         main_grad = gathers(weight, "weight")
         bias_main_grad = None if bias is None else gathers(bias, "bias")
     return gathering_linear(x, weight, bias, main_grad, bias_main_grad, out_dtype, contract, backend)
@@ -140,8 +141,8 @@ def gathering_linear(
     contract: str | None,
     backend: str | None,
 ) -> Any:
-    """`linear` with checked settings, and with the tensors that gradients are added to instead of given to autograd, laid as
-    weight and bias are; None where they are given to it."""
+    """`linear` with checked settings, and with the tensors that gradients are added to instead of given to autograd,
+    laid as weight and bias are; None where they are given to it."""
     if torch.compiler.is_compiling():
         frozen = route.freeze(contract, x.dtype, x.device, config._stated)
         return torch.ops.detkern.linear.default(x, weight, bias, main_grad, bias_main_grad, frozen, out_dtype, backend)
@@ -162,8 +163,8 @@ def gathering_linear(
 def _need_backend(backend: str | None) -> None:
     if backend == "native":
         raise ArgumentError(
-            "backend='native' follows no contract, and the functions of detkern.torch do; call torch.nn.functional.linear "
-            "or torch.matmul, or detkern.gemm with backend='native'"
+            "backend='native' follows no contract, and the functions of detkern.torch do; call "
+            "torch.nn.functional.linear or torch.matmul, or detkern.gemm with backend='native'"
         )
 
 
@@ -173,13 +174,14 @@ def gathers(parameter: Any, name: str) -> Any:
         return None
     if not parameter.is_leaf:
         raise ArgumentError(
-            f"accumulate=True gathers the gradients of parameters, and {name} is computed from others: leave accumulate out"
+            f"accumulate=True gathers the gradients of parameters, and {name} is computed from others: leave "
+            "accumulate out"
         )
     main_grad = main_grads.check(parameter, name)
     if main_grad is None:
         raise ArgumentError(
-            f"accumulate=True needs {name}.main_grad, a float32 tensor of shape {list(parameter.shape)}: set it to zeros "
-            "before the first micro-batch, as detkern.torch.zero_main_grads(module) does"
+            f"accumulate=True needs {name}.main_grad, a float32 tensor of shape {list(parameter.shape)}: set it to "
+            "zeros before the first micro-batch, as detkern.torch.zero_main_grads(module) does"
         )
     if not torch.compiler.is_compiling():
         _need_a_place_for_gradients()
@@ -192,19 +194,19 @@ def gathered(parameter: Any, name: str = "weight") -> Any:
 
 
 def _need_a_place_for_gradients() -> None:
-    """torch.jit.trace would keep the main_grad of this moment for ever. DistributedDataParallel averages .grad, which stays
-    zero, and every process would step by its own gradients."""
+    """torch.jit.trace would keep the main_grad of this moment for ever. DistributedDataParallel averages .grad, which
+    stays zero, and every process would step by its own gradients."""
     if torch._C._get_tracing_state() is not None:
         raise ArgumentError(
-            "accumulate=True inside of torch.jit.trace: a traced graph has no parameters to gather gradients for; trace a "
-            "copy of the model without accumulate"
+            "accumulate=True inside of torch.jit.trace: a traced graph has no parameters to gather gradients for; "
+            "trace a copy of the model without accumulate"
         )
     active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and active.require_backward_grad_sync:
         raise ArgumentError(
-            "accumulate=True inside of DistributedDataParallel: it averages .grad, and these gradients are in main_grad. "
-            "Train the module that it wraps and reduce main_grad after the last micro-batch, as docs/pytorch.md shows, "
-            "or call it under no_sync()"
+            "accumulate=True inside of DistributedDataParallel: it averages .grad, and these gradients are in "
+            "main_grad. Train the module that it wraps and reduce main_grad after the last micro-batch, as "
+            "docs/pytorch.md shows, or call it under no_sync()"
         )
 
 
@@ -212,6 +214,7 @@ def _need_tensors(*arguments: tuple[Any, str]) -> None:
     for value, name in arguments:
         if not isinstance(value, torch.Tensor) and not (value is None and name == "bias"):
             raise DTypeError(
-                f"{name} is not a torch.Tensor but {type(value).__qualname__}; detkern.gemm and detkern.linear take the "
+                f"{name} is not a torch.Tensor but {type(value).__qualname__}; detkern.gemm and detkern.linear take "
+                f"the "
                 "arrays of other frameworks"
             )

@@ -1,5 +1,5 @@
-"""Products and bias gradients with gradients: the ops (registration.py says what these are), and a third form of each for plain
-tensors, an autograd.Function in the old style, which costs least.
+"""Products and bias gradients with gradients: the ops (registration.py says what these are), and a third form of each
+for plain tensors, an autograd.Function in the old style, which costs least.
 
 A backward is made of differentiable products again, so it can be differentiated in turn.
 """
@@ -22,7 +22,8 @@ __all__ = ["OPS", "Settings", "accumulate_rows", "bias_gradient", "linear", "mat
 class Settings(NamedTuple):
     """What a call freezes at its forward, beside its tensors; where it is recorded, `contract` is a name.
 
-    main_grad, bias_main_grad: float32 tensors that a backward adds to, instead of returning the gradient; see main_grads.py."""
+    main_grad, bias_main_grad: float32 tensors that a backward adds to, instead of returning the gradient; see
+    main_grads.py."""
 
     contract: str | None
     out_dtype: Any
@@ -102,8 +103,8 @@ def _linear_gradients(ctx: Any, dc: Any) -> tuple[Any, Any, Any]:
     if main_grad is not None or bias_main_grad is not None:
         main_grads.need_no_graph("call linear without accumulate where create_graph=True")
         functions = ctx.next_functions
-        # A compiler traces every backward as a call of torch.autograd.grad for all there is, so what is asked for shows only
-        # when its graph runs, and the ops that accumulate look then.
+        # A compiler traces every backward as a call of torch.autograd.grad for all there is, so what is asked for shows
+        # only when its graph runs, and the ops that accumulate look then.
         if type(dc) is torch.Tensor:
             if main_grad is not None:
                 asked = main_grads.asked(functions, main_grad)
@@ -229,8 +230,8 @@ class _BiasGradient(torch.autograd.Function):  # type: ignore[misc]
         return _spread(ctx, incoming), None, None
 
 
-# Function.apply first looks for the transforms of torch.func, which takes as long as recording does. They are not at work
-# where a call goes past the dispatcher, so this is the method of its base, which records.
+# Function.apply first looks for the transforms of torch.func, which takes as long as recording does. They are not at
+# work where a call goes past the dispatcher, so this is the method of its base, which records.
 _apply_matmul = super(torch.autograd.Function, _Matmul).apply
 _apply_bias_gradient = super(torch.autograd.Function, _BiasGradient).apply
 record_linear = super(torch.autograd.Function, _Linear).apply

@@ -1,8 +1,8 @@
 """PyTorch's functions that read or write by an index, with sums by `detkern.scatter_sum`: forward or in the gradient.
 
-Each becomes rows taken or rows summed (scattered.py) by *positions*: where in the dimensions that are indexed, taken as one, an
-element stands. They are found by indexing the coordinates in the same way, so whatever PyTorch understands as an index is right
-here, and what it refuses is refused with its own error.
+Each becomes rows taken or rows summed (scattered.py) by *positions*: where in the dimensions that are indexed, taken as
+one, an element stands. They are found by indexing the coordinates in the same way, so whatever PyTorch understands as
+an index is right here, and what it refuses is refused with its own error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, ShapeError
+from ...errors import ArgumentError, DTypeError, ShapeError
+from ...vocabulary.arguments import flag
 from . import functional
 from .broadcasting import expanded
 from .scattered import rows_summed, rows_taken
 
 __all__ = [
-    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "read", "scatter_add",
+    "embedding", "gather", "gathering_embedding", "index_add", "index_put", "index_select", "positions", "read",
+    "scatter_add",
     "take",
 ]  # fmt: skip
 
@@ -32,27 +34,32 @@ def embedding(
     accumulate: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The rows of weight that tokens name, torch.nn.functional.embedding, with the gradient of weight by `detkern.scatter_sum`: each
-    row is one chain over the tokens that name it, in row-major order of their positions.
+    """The rows of weight that tokens name, torch.nn.functional.embedding, with the gradient of weight by
+    `detkern.scatter_sum`: each row is one chain over the tokens that name it, in row-major order of their positions.
 
     Args:
         tokens: [..], int32 or int64.
         weight: [V, N].
         padding_idx: a row whose gradient is 0; negative: from the end.
-        accumulate: add the gradient to `weight.main_grad`, float32 [V, N], instead of giving it to autograd, as in `linear`.
-            Micro-batches, taken in order and cut anywhere, so give the bits of the whole batch.
+        accumulate: add the gradient to `weight.main_grad`, float32 [V, N], instead of giving it to autograd, as in
+            `linear`. Micro-batches, taken in order and cut anywhere, so give the bits of the whole batch.
         backend: the name of the one backend for the gradient.
 
     Returns:
         [.., N].
 
     Raises:
-        ShapeError: weight is not a matrix. ArgumentError: padding_idx names no row; with accumulate, weight has no fitting
-        main_grad. IndexError: PyTorch's, for a token that names no row.
+        ShapeError: weight is not a matrix. DTypeError: tokens or weight is no tensor, or tokens are no whole numbers.
+        ArgumentError: padding_idx names no row; with accumulate, weight has no fitting main_grad. IndexError:
+            PyTorch's, for a token that names no row.
     """
+    _need_tensors("embedding", tokens=tokens, weight=weight)
     if weight.dim() != 2:
         raise ShapeError(f"weight has shape {list(weight.shape)}; embedding needs [V, N]")
-    main_grad = functional.gathers(weight, "weight") if accumulate else None
+    _need_index("embedding", "tokens", tokens)
+    if padding_idx is not None and (not isinstance(padding_idx, int) or isinstance(padding_idx, bool)):
+        raise ArgumentError(f"padding_idx={padding_idx!r} must be a whole number or None")
+    main_grad = functional.gathers(weight, "weight") if flag(accumulate, "accumulate") else None
     return gathering_embedding(tokens, weight, padding_idx, main_grad, backend)
 
 
@@ -137,12 +144,12 @@ def index_add(
     alpha: float = 1,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """torch.index_add by `detkern.scatter_sum`: each chain starts at x's value and goes over index ascending, in binary32; one
-    rounding to x's type.
+    """torch.index_add by `detkern.scatter_sum`: each chain starts at x's value and goes over index ascending, in
+    binary32; one rounding to x's type.
 
     Args:
         x, dim, backend: as in `index_select`.
-        index: [M], int32 or int64.
+        index: [M], or of no dimensions, int32 or int64.
         source: x's shape with M in dim, and of x's type.
         alpha: what source is multiplied by first, in binary32, rounded there; 1 multiplies nothing.
 
@@ -150,9 +157,15 @@ def index_add(
         x's shape, new.
 
     Raises:
-        ShapeError: source does not fit. IndexError: PyTorch's, for an index that there is not.
+        ShapeError: source does not fit, or index is of more dimensions. DTypeError: source is of another type than x,
+            or index holds no whole numbers. IndexError: PyTorch's, for an index that there is not.
     """
+    _need_tensors("index_add", x=x, index=index, source=source)
+    _need_index("index_add", "index", index)
+    _need_type("index_add", "source", source, x)
     d = dim + x.dim() if dim < 0 else dim
+    if index.dim() > 1:
+        raise ShapeError(f"index has shape {list(index.shape)}; index_add needs [M], a number for each place along dim")
     index = index.reshape(-1)
     if not 0 <= d < x.dim() or source.shape != (*x.shape[:d], index.shape[0], *x.shape[d + 1 :]):
         raise ShapeError(
@@ -181,8 +194,12 @@ def scatter_add(
         x's shape, new.
 
     Raises:
-        ShapeError: src does not fit. IndexError, RuntimeError: PyTorch's, for an index that there is not.
+        ShapeError: src does not fit. DTypeError: src is of another type than x, or index does not hold whole numbers.
+        IndexError, RuntimeError: PyTorch's, for an index that there is not.
     """
+    _need_tensors("scatter_add", x=x, index=index, src=src)
+    _need_index("scatter_add", "index", index)
+    _need_type("scatter_add", "src", src, x)
     if src.dim() != index.dim() or any(n > have for n, have in zip(index.shape, src.shape, strict=True)):
         raise ShapeError(
             f"src {list(src.shape)} must have the dimensions of index {list(index.shape)}, and its sizes at least"
@@ -194,8 +211,8 @@ def scatter_add(
 
 
 def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """torch.index_put(accumulate=True) by `detkern.scatter_sum`, with chains as in `index_add`, over the elements of x[indices] in
-    row-major order.
+    """torch.index_put(accumulate=True) by `detkern.scatter_sum`, with chains as in `index_add`, over the elements of
+    x[indices] in row-major order.
 
     Args:
         x, backend: as in `index_select`.
@@ -206,8 +223,10 @@ def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: s
         x's shape, new.
 
     Raises:
-        IndexError, RuntimeError: PyTorch's, for what does not fit.
+        DTypeError: values are of another type than x. IndexError, RuntimeError: PyTorch's, for what does not fit.
     """
+    _need_tensors("index_put", x=x, values=values)
+    _need_type("index_put", "values", values, x)
     key = tuple(slice(None) if i is None else i for i in indices)
     where, indexed = positions(x.shape, key, x.device)
     rest = x.shape[indexed:]
@@ -219,9 +238,25 @@ def index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, *, backend: s
     return total.reshape(x.shape)
 
 
+def _need_tensors(function: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{name} is not a torch.Tensor but {type(value).__qualname__}; {function} takes tensors")
+
+
+def _need_index(function: str, name: str, index: Any) -> None:
+    if index.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"{name} is {index.dtype}; {function} takes torch.int32 and torch.int64")
+
+
+def _need_type(function: str, name: str, values: Any, x: Any) -> None:
+    if values.dtype != x.dtype:
+        raise DTypeError(f"{name} is {values.dtype} and x is {x.dtype}; {function} needs one type: cast {name}")
+
+
 def positions(shape: Any, key: Any, device: Any) -> tuple[Any, int]:
-    """Which of the elements of a tensor's leading dimensions tensor[key] has, in row-major order of these dimensions; and how many
-    dimensions they are. Those after them are taken whole."""
+    """Which of the elements of a tensor's leading dimensions tensor[key] has, in row-major order of these dimensions;
+    and how many dimensions they are. Those after them are taken whole."""
     indexed = _indexed(key if isinstance(key, tuple) else (key,), len(shape))
     return _combined(shape[:indexed], device, lambda coordinates: coordinates[key]), indexed
 
@@ -232,6 +267,8 @@ def _indexed(key: tuple[Any, ...], rank: int) -> int:
     for item in key:
         if item is None:
             continue
+        if isinstance(item, list) and not all(isinstance(i, (int, bool)) for i in item):
+            return rank  # PyTorch takes some lists for tuples
         if isinstance(item, slice):
             reached += 1
             continue
@@ -248,8 +285,8 @@ def _indexed(key: tuple[Any, ...], rank: int) -> int:
 
 
 def _combined(shape: Any, device: Any, chosen: Callable[[Any], Any]) -> Any:
-    """Which elements of a tensor of this shape `chosen` reads, counted in row-major order: it reads the coordinates along each
-    dimension, and they are made one number."""
+    """Which elements of a tensor of this shape `chosen` reads, counted in row-major order: it reads the coordinates
+    along each dimension, and they are made one number."""
     if not shape:
         return chosen(torch.zeros((), dtype=torch.int64, device=device))
     total = None

@@ -1,12 +1,12 @@
 """The accumulators of `accumulate=True`: which one a backward adds to, and how an optimizer gets them.
 
-`parameter.main_grad` takes the place of `parameter.grad`: a backward that runs down to the parameter adds to it, one that
-asks for other gradients alone does not, and torch.autograd.grad returns the gradient and adds nothing.
+`parameter.main_grad` takes the place of `parameter.grad`: a backward that runs down to the parameter adds to it, one
+that asks for other gradients alone does not, and torch.autograd.grad returns the gradient and adds nothing.
 
-An operation that uses a parameter is one *use* of it. Within one backward the uses are numbered as the backward comes to
-them, so the last operation of the forward is the first use. The first use adds to `main_grad`, the next ones to the
-tensors of the list `parameter.further_main_grads`, each an unbroken chain over the micro-batches. A parameter that has no
-such list (`zero_main_grads` makes it) adds all uses to main_grad.
+An operation that uses a parameter is one *use* of it. Within one backward the uses are numbered as the backward comes
+to them, so the last operation of the forward is the first use. The first use adds to `main_grad`, the next ones to the
+tensors of the list `parameter.further_main_grads`, each an unbroken chain over the micro-batches. A parameter that has
+no such list (`zero_main_grads` makes it) adds all uses to main_grad.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _hooks: list[Any] = []
 
 
 def mark(parameter: Any, on: bool = True) -> None:
-    """Have every operation under batch_invariant_mode add the parameter's gradient to its main_grad, or no operation any more.
-    Only of a plain parameter of an operand's type; others are autograd's."""
+    """Have every operation under batch_invariant_mode add the parameter's gradient to its main_grad, or no operation
+    any more. Only of a plain parameter of an operand's type; others are autograd's."""
     if not on:
         parameter.__dict__.pop(_MARK, None)
     elif type(parameter) is torch.nn.Parameter and parameter.dtype in OPERANDS:
@@ -60,7 +60,8 @@ def need_no_graph(instead: str) -> None:
     """ArgumentError in a backward that is itself recorded. instead: what to do then."""
     if torch.is_grad_enabled():
         raise ArgumentError(
-            f"accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: {instead}"
+            f"accumulate=True adds to main_grad, which records nothing, so its backward cannot be differentiated: "
+            f"{instead}"
         )
 
 
@@ -88,7 +89,8 @@ def _of(leaves: list[Any], main_grad: Any) -> Any:
 
 
 def _reached(leaf: Any) -> bool | None:
-    """Whether the backward that is running will come to this leaf; None where torch.autograd.grad asks for its gradient."""
+    """Whether the backward that is running will come to this leaf; None where torch.autograd.grad asks for its
+    gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # its answer for a leaf whose gradient is to be returned, not accumulated
@@ -96,8 +98,8 @@ def _reached(leaf: Any) -> bool | None:
 
 
 def asked(functions: Any, main_grad: Any) -> bool | None:
-    """Whether a backward asks for the gradient of the parameter with this main_grad; None where torch.autograd.grad does,
-    which returns gradients and accumulates none.
+    """Whether a backward asks for the gradient of the parameter with this main_grad; None where torch.autograd.grad
+    does, which returns gradients and accumulates none.
 
     Args:
         functions: the `next_functions` of the node that is running its backward.
@@ -108,7 +110,8 @@ def asked(functions: Any, main_grad: Any) -> bool | None:
 
 
 def destination(functions: Any, main_grad: Any) -> Any:
-    """The tensor that the operation adds its parameter's gradient to, laid as main_grad; None where it is not asked for.
+    """The tensor that the operation adds its parameter's gradient to, laid as main_grad; None where it is not asked
+    for.
 
     Args:
         functions: the `next_functions` of the node that is running its backward; () where no node is.
@@ -122,12 +125,14 @@ def destination(functions: Any, main_grad: Any) -> Any:
     reached = {_reached(x) for x in (leaves if leaf is None else [leaf])}
     if None in reached:
         raise ArgumentError(
-            "torch.autograd.grad asks for the gradient of a parameter whose compiled backward adds it to main_grad: call "
+            "torch.autograd.grad asks for the gradient of a parameter whose compiled backward adds it to main_grad: "
+            "call "
             "backward(), or torch.autograd.grad on the model that is not compiled"
         )
     if len(reached) == 2:
         raise ArgumentError(
-            "backward(inputs=...) names some of the parameters that a compiled backward adds gradients of to main_grad: name "
+            "backward(inputs=...) names some of the parameters that a compiled backward adds gradients of to "
+            "main_grad: name "
             "all or none of them, or call the model that is not compiled"
         )
     if reached == {False}:
@@ -142,8 +147,8 @@ def destination(functions: Any, main_grad: Any) -> Any:
 
 
 def running_destination(main_grad: Any) -> Any:
-    """`destination` for the node that is running its backward, if any, as the ops that accumulate ask: what a backward asks for is
-    known only when it runs, not when a compiler traces it."""
+    """`destination` for the node that is running its backward, if any, as the ops that accumulate ask: what a backward
+    asks for is known only when it runs, not when a compiler traces it."""
     node = torch._C._current_autograd_node()
     return main_grad if node is None else destination(node.next_functions, main_grad)
 
@@ -173,13 +178,16 @@ def zero(*parameters: Any) -> None:
         lazy = isinstance(parameter, torch.nn.parameter.UninitializedParameter)
         if lazy or not isinstance(parameter, torch.nn.Parameter) or hasattr(parameter, "device_mesh"):
             raise ArgumentError(
-                f"accumulate=True needs parameters that hold their elements, and one here is a {type(parameter).__name__}: "
-                "call a lazy layer once before, and use layers without accumulate where weights are computed or sharded "
+                f"accumulate=True needs parameters that hold their elements, and one here is a "
+                f"{type(parameter).__name__}: "
+                "call a lazy layer once before, and use layers without accumulate where weights are computed or "
+                "sharded "
                 "(FSDP, tensor parallelism)"
             )
     if any(getattr(p, _PENDING, 0) > 1 and getattr(p, "further_main_grads", None) for p in parameters):
         warnings.warn(
-            "zero_main_grads drops further_main_grads, the gradients of further uses of a parameter, which no optimizer "
+            "zero_main_grads drops further_main_grads, the gradients of further uses of a parameter, which no "
+            "optimizer "
             "was given: call detkern.torch.main_grads_to_grad(module) before the step, which adds them to main_grad",
             stacklevel=3,
         )
@@ -217,7 +225,8 @@ def _misfit(parameter: Any, main_grad: Any, name: str) -> DetkernError | None:
         return DTypeError(f"{name}.main_grad is {main_grad.dtype}; it must be float32, the accumulator's type")
     if main_grad.shape != parameter.shape:
         return ShapeError(
-            f"{name}.main_grad has shape {list(main_grad.shape)}, {name} has {list(parameter.shape)}; they must be equal"
+            f"{name}.main_grad has shape {list(main_grad.shape)}, {name} has {list(parameter.shape)}; they must be "
+            f"equal"
         )
     if main_grad.device != parameter.device:
         return DeviceError(
@@ -234,17 +243,17 @@ def main_grads_to_grad(module: torch.nn.Module) -> None:
     """Give what `main_grad` has gathered to the optimizer: add it to `.grad`, and set it to zeros.
 
     For every parameter of `module` that has a main_grad, in float32 and in this order: `.grad` where there is one (what
-    operations outside of detkern gave the parameter, an embedding for one), + main_grad, + each of further_main_grads. The
-    sum is rounded once to the parameter's type and becomes `.grad`. Call it after the last micro-batch, before gradients
-    are clipped and before `optimizer.step()`; `optimizer.zero_grad()` stays necessary.
+    operations outside of detkern gave the parameter, an embedding for one), + main_grad, + each of further_main_grads.
+    The sum is rounded once to the parameter's type and becomes `.grad`. Call it after the last micro-batch, before
+    gradients are clipped and before `optimizer.step()`; `optimizer.zero_grad()` stays necessary.
 
     Args:
         module: searched with all its submodules.
 
     Raises:
         ArgumentError: module is not a torch.nn.Module.
-        DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is not a float32 tensor of its parameter's shape
-            and device; nothing is changed.
+        DTypeError, ShapeError, DeviceError, ArgumentError: a main_grad that is not a float32 tensor of its parameter's
+            shape and device; nothing is changed.
     """
     need_module(module)
     parameters = [
@@ -291,7 +300,8 @@ def _warn_of_a_silent_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if silent:
         _warned.add(optimizer)
         warnings.warn(
-            f"this step leaves {silent} parameters as they are: accumulate=True gathered their gradients in main_grad and "
+            f"this step leaves {silent} parameters as they are: accumulate=True gathered their gradients in main_grad "
+            f"and "
             "their .grad is None; call detkern.torch.main_grads_to_grad(model) before optimizer.step()",
             stacklevel=3,
         )

@@ -16,7 +16,8 @@ from . import batching, main_grads
 from .casting import OPERANDS
 
 __all__ = [
-    "batched_bias_gradient", "batched_linear", "batched_matmul", "bias_gradient", "bias_gradient_accumulate", "fake_bias_gradient",
+    "batched_bias_gradient", "batched_linear", "batched_matmul", "bias_gradient", "bias_gradient_accumulate",
+    "fake_bias_gradient",
     "fake_linear", "fake_matmul", "fake_nothing", "linear", "matmul", "matmul_accumulate",
 ]  # fmt: skip
 
@@ -58,7 +59,8 @@ def _check_operands(first: Any, first_name: str, second: Any, second_name: str) 
             raise ShapeError(f"{name} has no dimensions; give at least one, as in {name}.reshape(1)")
     if first.dtype != second.dtype:
         raise DTypeError(
-            f"{first_name} is {first.dtype} and {second_name} is {second.dtype}, and operands of different types are not "
+            f"{first_name} is {first.dtype} and {second_name} is {second.dtype}, and operands of different types are "
+            f"not "
             f"mixed: cast {second_name} to {first.dtype} or {first_name} to {second.dtype}"
         )
 

@@ -1,7 +1,8 @@
 """Operations whose records say how to differentiate them, as PyTorch ops and functions: nothing here names one.
 
-A record's `gradients` maps a variant to its Derivatives: which variant of which operands gives the gradient of each operand. Each
-variant becomes `torch.ops.detkern.<variant>`, with a fake kernel, autograd and vmap, and a function of detkern.torch.
+A record's `gradients` maps a variant to its Derivatives: which variant of which operands gives the gradient of each
+operand. Each variant becomes `torch.ops.detkern.<variant>`, with a fake kernel, autograd and vmap, and a function of
+detkern.torch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def op_of(operation: Operation[Any], variant: str) -> Op:
 
     return Op(
         variant,
-        f"({', '.join(f'Tensor {name}' for name in public.operands)}, ScalarType? out_dtype=None, str? backend=None) -> Tensor",
+        f"({', '.join(f'Tensor {name}' for name in public.operands)}, ScalarType? out_dtype=None, str? backend=None) "
+        f"-> Tensor",
         kernel,
         fake,
         setup=setup,

@@ -41,7 +41,8 @@ class Op:
     backward: (ctx, *gradients of the results) -> those of the leading arguments; the others have none.
     kept:     (arguments, output) -> the tensors that `jvp` finds by route.primals(ctx).
     jvp:      (ctx, *tangents of the arguments) -> that of the result. None: forward-mode differentiation is refused.
-    vmap:     (call, size, in_dims, *arguments) -> the result and the place of its batch dimension; `call` takes the arguments.
+    vmap:     (call, size, in_dims, *arguments) -> the result and the place of its batch dimension; `call` takes the
+              arguments.
     autocast: so many leading arguments are cast as torch.nn.functional.linear's are.
     """
 
@@ -85,7 +86,8 @@ class Op:
 
 
 def call(op: Op, arguments: Sequence[Any], first: Any, second: Any, third: Any = None) -> Any:
-    """The op on these arguments, in the form that fits the tensors among them: `first`, `second` and, if any, `third`."""
+    """The op on these arguments, in the form that fits the tensors among them: `first`, `second` and, if any,
+    `third`."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.detkern, op.name).default(*arguments)
     if route.direct(first, second, third):
@@ -129,7 +131,8 @@ def _guarded(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*arguments: Any) -> Any:
         if route.forward_mode():
             raise ArgumentError(
-                "torch.ops.detkern has no forward-mode derivative, and torch.compile traces nothing else: call the functions "
+                "torch.ops.detkern has no forward-mode derivative, and torch.compile traces nothing else: call the "
+                "functions "
                 "of detkern.torch, uncompiled, which have one"
             )
         return kernel(*_filled(op, arguments))
@@ -138,8 +141,8 @@ def _guarded(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _autocast(op: Op, device_type: str) -> Callable[..., Any]:
-    """torch.nn.functional.linear's and torch.matmul's own rule, which casts every floating operand, bias too, to the type that
-    autocast has now. torch.library.register_autocast casts to one type fixed at registration."""
+    """torch.nn.functional.linear's and torch.matmul's own rule, which casts every floating operand, bias too, to the
+    type that autocast has now. torch.library.register_autocast casts to one type fixed at registration."""
     count = op.autocast
 
     def kernel(*arguments: Any) -> Any:

@@ -91,7 +91,8 @@ def primals(ctx: Any) -> list[Any]:
 
 
 def tangents(given: Iterable[Any], dtypes: Iterable[Any]) -> list[Any]:
-    """Tangents, None among them too, of their operands' types: PyTorch's own of a 0-d tensor plus a number is float64."""
+    """Tangents, None among them too, of their operands' types:
+    PyTorch's own of a 0-d tensor plus a number is float64."""
     return [t if t is None else t.to(dtype) for t, dtype in zip(given, dtypes, strict=False)]
 
 
@@ -110,7 +111,8 @@ def recorded(first: Any, second: Any, third: Any = None) -> bool:
 
 
 def refuse_cut(tensor: Any, argument: str) -> None:
-    """ArgumentError where the storage of a plain tensor was cut short, before PyTorch itself reads or writes beyond it."""
+    """ArgumentError where the storage of a plain tensor was cut short,
+    before PyTorch itself reads or writes beyond it."""
     if not torch.compiler.is_compiling() and direct(tensor, tensor):
         torch_adapter().view(tensor.detach(), argument)
 
@@ -124,8 +126,8 @@ def place(tensor: Any) -> tuple[DType, Device] | None:
 def freeze(contract: str | None, dtype: Any, device: Any, stated: str = "") -> str | None:
     """The name of the contract that a call on operands of this torch type and device follows, now and in its backward.
 
-    None where the type or the device has none: the call itself then says why. `stated` is not used: torch.compile compiles
-    anew where config._stated, given for it, has changed.
+    None where the type or the device has none: the call itself then says why. `stated` is not used: torch.compile
+    compiles anew where config._stated, given for it, has changed.
     """
     if contract is not None:
         return get_contract(contract).name

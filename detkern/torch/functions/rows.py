@@ -1,7 +1,8 @@
-"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax` over the last dimension or others.
+"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax` over the last
+dimension or others.
 
-The arithmetic is that of `detkern.rows`, forward and backward, by the rules of detkern/operations/rows/gradient.py. Each operation
-is an op (registration.py says what that is).
+The arithmetic is that of `detkern.rows`, forward and backward, by the rules of detkern/operations/rows/gradient.py.
+Each operation is an op (registration.py says what that is).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def sum(
 
     Args:
         x: [.., N], float32, float16 or bfloat16; any strides.
-        dim: the dimension that is summed, or several, which are then one row, with one rounding for all of them; None or an
-            empty tuple: all, as torch.sum has it. Default: the last.
+        dim: the dimension that is summed, or several, which are then one row, with one rounding for all of them; None
+            or an empty tuple: all, as torch.sum has it. Default: the last.
         keepdim: keep what is summed as dimensions of size 1.
         out_dtype: the result's type, a torch dtype or a name. Default: x's.
         backend: the name of the one backend to use.
@@ -154,7 +155,8 @@ def _run(name: str, out_dtype: Any, backend: str | None, *operands: Any) -> Any:
     """The operation in the form that fits the tensors."""
     if not isinstance(operands[0], torch.Tensor):
         raise DTypeError(
-            f"x is not a torch.Tensor but {type(operands[0]).__name__}; detkern.rows takes the arrays of other frameworks"
+            f"x is not a torch.Tensor but {type(operands[0]).__name__}; detkern.rows takes the arrays of other "
+            f"frameworks"
         )
     if out_dtype is not None:
         out_dtype = torch_dtype(out_dtype)

@@ -1,4 +1,5 @@
-"""Rows taken by an index and rows summed by one: two ops, each the other's gradient. indexing.py makes PyTorch's functions of them.
+"""Rows taken by an index and rows summed by one: two ops, each the other's gradient. indexing.py makes PyTorch's
+functions of them.
 
 The sum is `detkern.scatter_sum`: the gradient of a row is one chain over the places that took it, in their order.
 """
@@ -10,11 +11,14 @@ from typing import Any
 
 import torch
 
+from ...errors import DTypeError, ShapeError
 from ...operations.scatter_sum.call import scatter_sum
 from . import batching, main_grads, route
 from .registration import Op, call
 
 __all__ = ["OPS", "rows_summed", "rows_taken"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rows_taken(x: Any, index: Any, ignored: int = -1, main_grad: Any = None, backend: str | None = None) -> Any:
@@ -24,7 +28,8 @@ def rows_taken(x: Any, index: Any, ignored: int = -1, main_grad: Any = None, bac
         x: [rows, *rest].
         index: [M], int32 or int64, in [0, rows).
         ignored: a row whose gradient is 0, whoever takes it; -1: none.
-        main_grad: float32 [rows, N], of an x [rows, N], which the gradient is added to instead of being given to autograd; see main_grads.py.
+        main_grad: float32 [rows, N], of an x [rows, N], which the gradient is added to instead of being given to
+            autograd; see main_grads.py.
         backend: the backend of the gradient.
 
     Returns:
@@ -55,7 +60,22 @@ def rows_summed(
 
     Returns:
         [rows, *rest], new.
+
+    Raises:
+        ShapeError: source has no dimensions, or index or initial does not fit it. Else as `detkern.scatter_sum`.
     """
+    if source.dim() == 0 or index.shape != source.shape[:1]:
+        raise ShapeError(
+            f"source has shape {list(source.shape)} and index {list(index.shape)}; scatter_sum needs [M, ...] and [M]"
+        )
+    if initial is not None:
+        if initial.shape != (rows, *source.shape[1:]):
+            raise ShapeError(
+                f"initial has shape {list(initial.shape)}; scatter_sum of source {list(source.shape)} into {rows} rows "
+                f"needs {[rows, *source.shape[1:]]}"
+            )
+        if initial.dtype not in FLOATS:
+            raise DTypeError(f"initial is {initial.dtype}; scatter_sum takes float32, float16 and bfloat16")
     return call(SUM, (source, index, rows, ignored, initial, out_dtype, backend), source, index, initial)
 
 

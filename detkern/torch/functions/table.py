@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import affine, attention, gradients, recorded, rows, scattered
+from . import affine, attention, gradients, linear_logp, recorded, rows, scattered
 from .registration import Op, register
 
 __all__ = ["OPS"]
@@ -13,6 +13,7 @@ OPS: tuple[Op, ...] = (
     *affine.OPS,
     *attention.OPS,
     *scattered.OPS,
+    *linear_logp.OPS,
     *recorded.OPS,
 )
 

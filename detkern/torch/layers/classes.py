@@ -32,7 +32,8 @@ class _Conv1D(Contracted):
             )
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(
-                f"x is not a torch.Tensor but {type(x).__name__}; a Conv1D with accumulate=True is called with tensors, not traced"
+                f"x is not a torch.Tensor but {type(x).__name__}; a Conv1D with accumulate=True is called with "
+                f"tensors, not traced"
             )
         main_grad = gathers(layer.weight, "weight")
         return gathering_linear(

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ...errors import ArgumentError
+from ...vocabulary.arguments import flag
 from ..functions import main_grads
 from ..functions.main_grads import need_module
 from . import instance_forward, survey
@@ -40,7 +41,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [
-            f"converted {len(self.converted)}, already {len(self.already)}, skipped {len(self.skipped)}, left {len(self.left)}"
+            (
+                f"converted {len(self.converted)}, already {len(self.already)}, skipped {len(self.skipped)}, left "
+                f"{len(self.left)}"
+            )
         ]
         for what in ("converted", "already", "skipped"):
             names = getattr(self, what)
@@ -51,12 +55,14 @@ class ConversionReport:
 @overload
 def convert(
     module: torch.nn.Module, *, skip: Skip = ..., out_dtype: torch.dtype | str | None = ..., accumulate: bool = ...,
-    contract: str | None = ..., backend: str | None = ..., strict: bool = ..., report: Literal[False] = ...,
+    contract: str | None = ..., backend: str | None = ..., logits: Literal["fused"] | None = ..., strict: bool = ...,
+    report: Literal[False] = ...,
 ) -> torch.nn.Module: ...  # fmt: skip
 @overload
 def convert(
     module: torch.nn.Module, *, skip: Skip = ..., out_dtype: torch.dtype | str | None = ..., accumulate: bool = ...,
-    contract: str | None = ..., backend: str | None = ..., strict: bool = ..., report: Literal[True],
+    contract: str | None = ..., backend: str | None = ..., logits: Literal["fused"] | None = ..., strict: bool = ...,
+    report: Literal[True],
 ) -> tuple[torch.nn.Module, ConversionReport]: ...  # fmt: skip
 
 
@@ -68,15 +74,16 @@ def convert(
     accumulate: bool = False,
     contract: str | None = None,
     backend: str | None = None,
+    logits: Literal["fused"] | None = None,
     strict: bool = False,
     report: bool = False,
 ) -> torch.nn.Module | tuple[torch.nn.Module, ConversionReport]:
     """Make every torch.nn.Linear in `module` a `detkern.torch.Linear`, in place, and transformers' Conv1D too.
 
     The objects stay the same, and with them parameters, hooks, tied layers and references held elsewhere; only their
-    class changes. A subclass that inherits torch.nn.Linear's forward gets a class that is a subclass of both, and hooks of
-    accelerate call detkern's forward. The fast path of torch.nn.TransformerEncoderLayer, which reads the layers instead of
-    calling them, is switched off where they are converted.
+    class changes. A subclass that inherits torch.nn.Linear's forward gets a class that is a subclass of both, and hooks
+    of accelerate call detkern's forward. The fast path of torch.nn.TransformerEncoderLayer, which reads the layers
+    instead of calling them, is switched off where they are converted.
 
     Layers of which it is not certain that detkern's forward would run are left alone, and one warning names them: among
     them subclasses with a forward of their own, quantised weights, torch.nn.MultiheadAttention, convolutions.
@@ -85,10 +92,14 @@ def convert(
         module: the model, or a torch.nn.Linear itself.
         skip: qualified names of layers to leave alone, patterns allowed ("lm_head", "*.router"), or a function (name,
             layer) -> bool, which is asked about linear layers only.
-        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`. accumulate marks all parameters of `module` besides,
-            but those of layers that `skip` names: under `batch_invariant_mode` whatever takes one (linear, an embedding, the
-            weight of a norm, what arithmetic broadcasts) adds its gradient to `main_grad`, with the bits of the whole batch;
-            without the mode autograd gets it.
+        out_dtype, accumulate, contract, backend: as `detkern.torch.Linear`. accumulate marks all parameters of `module`
+            besides, but those of layers that `skip` names: under `batch_invariant_mode` whatever takes one (linear, an
+            embedding, the weight of a norm, what arithmetic broadcasts) adds its gradient to `main_grad`, with the bits
+            of the whole batch; without the mode autograd gets it.
+        logits: "fused": the head of a causal model of transformers (`get_output_embeddings`) gives `Logits` instead of
+            logits, which are never made: losses that call torch.nn.functional.cross_entropy on them, and their `logp`,
+            are `linear_cross_entropy` and `linear_logp`. What needs the logits themselves, as `generate` does, is
+            refused.
         strict: raise where a layer is left that `skip` does not name.
         report: return what was done, too.
 
@@ -102,6 +113,7 @@ def convert(
     """
     wanted = Linear(1, 1, False, "meta", out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
     need_module(module)
+    strict, report = flag(strict, "strict"), flag(report, "report")
     read = survey.read_not_called(module)
     reasons = {id(part): survey.why_left(part, read, wanted) for part in module.modules()}
 
@@ -109,6 +121,7 @@ def convert(
         return reasons[id(part)] is not None or isinstance(part, Contracted) or survey.is_linear(part)
 
     names, skipped = _named(module, considered, skip)
+    head = _head(module, logits, reasons, skipped)
     parts = {key: part for key, (_, part) in names.items() if key not in skipped}
     left = {names[key][0]: reason for key in parts if (reason := reasons[key]) is not None}
     chosen = {key: part for key, part in parts.items() if reasons[key] is None and not isinstance(part, Contracted)}
@@ -125,8 +138,12 @@ def convert(
     for layer in chosen.values():
         _exchange(layer)
         layer.configure(out_dtype=out_dtype, accumulate=accumulate, contract=contract, backend=backend)
+    if head is not None:
+        head.logits = logits
     if accumulate:
-        _mark(module, {id(names[key][1]) for key in skipped})
+        # A layer of detkern's that keeps its settings gives its gradients to autograd.
+        kept = {id(part) for key, part in parts.items() if reasons[key] is not None and isinstance(part, Contracted)}
+        _mark(module, kept | {id(names[key][1]) for key in skipped})
     _set_fast_paths(module)
     if left:
         warnings.warn(
@@ -175,6 +192,27 @@ def _mark(module: Any, skipped: Collection[int], on: bool = True) -> None:
             part.__dict__[MARK] = True
         for parameter in own:
             main_grads.mark(parameter, on)
+
+
+def _head(module: Any, logits: str | None, reasons: Mapping[int, str | None], skipped: Collection[int]) -> Any:
+    """The layer that makes a model's logits, if it is to give Logits and will be a `Linear`; else None."""
+    if logits is None:
+        return None
+    if logits != "fused":
+        raise ArgumentError(f"logits={logits!r} must be 'fused' or None")
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if head is None:
+        raise ArgumentError(
+            f"logits='fused' asks for the head of a causal model of transformers, and {type(module).__name__} has no "
+            "output embeddings: set logits = 'fused' on its last detkern.torch.Linear"
+        )
+    name = next((name for name, part in module.named_modules() if part is head), "the head")
+    if id(head) in skipped:
+        raise ArgumentError(f"logits='fused' needs the head, {name}, which skip names")
+    if reasons.get(id(head)) is not None or not isinstance(head, torch.nn.Linear):
+        why = reasons.get(id(head)) or f"{type(head).__name__} is not a torch.nn.Linear"
+        raise ArgumentError(f"logits='fused' needs the head, {name}, which cannot be converted: {why}")
+    return head
 
 
 def _exchange(layer: Any) -> None:

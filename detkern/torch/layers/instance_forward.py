@@ -1,8 +1,8 @@
 """A `forward` that a layer carries itself, as an attribute, and that runs instead of its class's.
 
-accelerate's hooks are such: `layer.forward` is a functools.partial of a function that calls `layer._old_forward`, looked up
-at each call, which is the method that was there before. What they call can be exchanged, so it is known what runs.
-Of any other function it is not.
+accelerate's hooks are such: `layer.forward` is a functools.partial of a function that calls `layer._old_forward`,
+looked up at each call, which is the method that was there before. What they call can be exchanged, so it is known what
+runs. Of any other function it is not.
 """
 
 from __future__ import annotations

@@ -7,26 +7,30 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ..functions import main_grads, route
 from ..functions.casting import torch_dtype
 from ..functions.functional import linear
+from ..functions.logits import Logits
 from . import instance_forward
 
 __all__ = ["MARK", "SETTINGS", "Contracted", "Linear", "zero_main_grads"]
 
 # On a module whose parameters are marked.
 MARK = "_detkern_accumulate"
-SETTINGS = ("out_dtype", "accumulate", "contract", "backend")
+SETTINGS = ("out_dtype", "accumulate", "contract", "backend", "logits")
 
 
 class Contracted:
-    """What every layer that computes by a contract has: the settings of its products, and what its repr says of them."""
+    """What every layer that computes by a contract has: the settings of its products,
+    and what its repr says of them."""
 
     out_dtype: Any = None
     accumulate: bool = False
     contract: str | None = None
     backend: str | None = None
+    logits: str | None = None  # "fused": the layer is a head that gives Logits
 
     def configure(
         self,
@@ -38,13 +42,13 @@ class Contracted:
     ) -> None:
         """Set how the layer computes; arguments as the constructor's."""
         self.out_dtype = torch_dtype(out_dtype)
-        self.accumulate = accumulate
+        self.accumulate = flag(accumulate, "accumulate")
         self.contract = None if contract is None else get_contract(contract).name
         self.backend = backend
 
     def settings(self) -> str:
-        """The contract and the settings that are not the defaults. A contract that the layer does not name itself is marked
-        as the default, and none is claimed where another forward was put on the layer."""
+        """The contract and the settings that are not the defaults. A contract that the layer does not name itself is
+        marked as the default, and none is claimed where another forward was put on the layer."""
         kind: Any = type(self)
         if not instance_forward.runs(self, kind.forward):
             return "contract=none: another forward was put on this layer"
@@ -57,12 +61,14 @@ class Contracted:
         more = [f"out_dtype={self.out_dtype}"] if self.out_dtype is not None else []
         more += ["accumulate=True"] if self.accumulate else []
         more += [f"backend={self.backend}"] if self.backend is not None else []
+        more += [f"logits={self.logits!r}"] if self.logits is not None else []
         return ", ".join([f"contract={contract}", *more])
 
     def __prepare_scriptable__(self) -> Any:
         # torch.jit.script asks for it before it compiles anything.
         raise ArgumentError(
-            f"torch.jit.script compiles Python's source, which a product by a contract ({type(self).__name__}) is not made of: "
+            f"torch.jit.script compiles Python's source, which a product by a contract ({type(self).__name__}) is not "
+            f"made of: "
             "use torch.jit.trace, torch.export or torch.compile, or script the model after detkern.torch.revert(model)"
         )
 
@@ -106,7 +112,8 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
         contract: str | None = None,
         backend: str | None = None,
     ) -> Linear:
-        """A layer that shares weight and bias with `layer`. Hooks stay with `layer`; `detkern.torch.convert` keeps them.
+        """A layer that shares weight and bias with `layer`. Hooks stay with `layer`; `detkern.torch.convert` keeps
+        them.
 
         Args:
             layer: a torch.nn.Linear, or of a subclass that has no forward of its own.
@@ -123,11 +130,20 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
         new.weight, new.bias = layer.weight, layer.bias
         return new.train(layer.training)  # type: ignore[no-any-return]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [.., in_features] -> [.., out_features]."""
+    def forward(self, input: torch.Tensor) -> Any:
+        """input [.., in_features] -> [.., out_features]; of a fused head `Logits` of that shape."""
         if not isinstance(self, Contracted):
             # A function that was put around this method keeps it when the layer is made a torch.nn.Linear again.
             return torch.nn.functional.linear(input, self.weight, self.bias)
+        if self.logits is not None:
+            return Logits(
+                input,
+                self.weight,
+                self.bias,
+                accumulate=self.accumulate,
+                contract=self.contract,
+                backend=self.backend,
+            )
         return linear(
             input,
             self.weight,
@@ -146,14 +162,16 @@ class Linear(Contracted, torch.nn.Linear):  # type: ignore[misc]
 def _need_plain(layer: Any) -> None:
     if not isinstance(layer, torch.nn.Linear):
         raise ArgumentError(
-            f"layer is not a torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the weight, as "
+            f"layer is not a torch.nn.Linear but {type(layer).__name__}; build a detkern.torch.Linear and copy the "
+            f"weight, as "
             "[out_features, in_features], or call detkern.torch.linear in the module's own forward"
         )
     name = type(layer).__name__
     if type(layer).forward not in (torch.nn.Linear.forward, Linear.forward) or not instance_forward.plain(layer):
         raise ArgumentError(
             f"layer, a {name}, has a forward of its own, which a Linear that shares its weight would not run: call "
-            "detkern.torch.linear(x, layer.weight, layer.bias) in that forward, or give the torch.nn.Linear inside of it"
+            "detkern.torch.linear(x, layer.weight, layer.bias) in that forward, or give the torch.nn.Linear inside of "
+            "it"
         )
     for part in ("weight", "bias"):
         tensor = getattr(layer, part)
@@ -171,7 +189,8 @@ def zero_main_grads(module: torch.nn.Module) -> None:
     """Set the accumulators of every layer with accumulate=True to zeros, and those of every parameter that
     `convert(model, accumulate=True)` has marked, making `main_grad` where there is none.
 
-    A parameter that several operations use gets the list `further_main_grads` beside it (docs/pytorch.md, "Micro-batches").
+    A parameter that several operations use gets the list `further_main_grads` beside it (docs/pytorch.md,
+    "Micro-batches").
 
     Args:
         module: searched with all its submodules. A main_grad that fits is zeroed in place.

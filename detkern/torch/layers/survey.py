@@ -24,7 +24,8 @@ _TABLES = (
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether it is a layer that convert is about: torch.nn.Linear, transformers' Conv1D, and what inherits from them."""
+    """Whether it is a layer that convert is about: torch.nn.Linear, transformers' Conv1D,
+    and what inherits from them."""
     return isinstance(layer, torch.nn.Linear) or is_conv1d(type(layer))
 
 

@@ -1,4 +1,5 @@
-"""torch.nn.functional.scaled_dot_product_attention under batch_invariant_mode: by the formula of ../functions/attention.py."""
+"""torch.nn.functional.scaled_dot_product_attention under batch_invariant_mode: by the formula of
+../functions/attention.py."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """A handler, as in products.py. What it leaves to PyTorch it calls itself, unwatched: else each kernel inside would be
-    said to be uncovered again."""
+    """A handler, as in products.py. What it leaves to PyTorch it calls itself, unwatched: else each kernel inside would
+    be said to be uncovered again."""
     dropout = dropout_p > 0
     if mode.covers(_NAME, query, key, value) and not dropout:
         q, k, v, mask = autocast(query, key, value, attn_mask)

@@ -1,8 +1,8 @@
 """The gradient of an operand that elementwise arithmetic broadcasts, under batch_invariant_mode.
 
-PyTorch sums it in its backward, below Python, by a reduction whose order depends on the number of rows: that of the row's
-factor in an RMSNorm, of a norm's weight, of keys repeated for grouped queries. The mode makes the broadcast a step of its
-own, with the same values, whose backward sums by `sum_to`. Where nothing is recorded nothing changes.
+PyTorch sums it in its backward, below Python, by a reduction whose order depends on the number of rows: that of the
+row's factor in an RMSNorm, of a norm's weight, of keys repeated for grouped queries. The mode makes the broadcast a
+step of its own, with the same values, whose backward sums by `sum_to`. Where nothing is recorded nothing changes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """What batch_invariant_mode does with each function that PyTorch lets it see.
 
-- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, attention.py). One that gives NotImplemented leaves the call to
-  PyTorch, watched.
+- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, attention.py). One that gives
+  NotImplemented leaves the call to PyTorch, watched.
 - *Elementwise* functions have handlers too (pointwise.py, broadcasting.py); most of their calls are PyTorch's.
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
 - *Uncovered* names multiply matrices in kernels of their own: strict refuses them.
-- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch. PASSED holds
-  their functions, UNRECORDED those that are plain where autograd records nothing: most of a model's calls are one of these,
-  and are told apart by one look-up.
+- *Plain* names neither multiply nor sum, or sum a row that no other row can reach: they go straight to PyTorch. PASSED
+  holds their functions, UNRECORDED those that are plain where autograd records nothing: most of a model's calls are one
+  of these, and are told apart by one look-up.
 - The rest, composed below Python, is watched: see watch.py.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, indexing, pointwise, products, reductions
+from . import attention, broadcasting, heads, indexing, pointwise, products, reductions
 from .einsum import einsum
 
 __all__ = [
@@ -73,6 +73,8 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.rms_norm] = reductions.rms_norm
     found[F.cross_entropy] = reductions.cross_entropy
     found[F.embedding] = indexing.functional_embedding
+    if hasattr(F, "linear_cross_entropy"):
+        found[F.linear_cross_entropy] = heads.linear_cross_entropy
     return found
 
 
@@ -94,15 +96,17 @@ ELEMENTWISE: dict[Any, Callable[..., Any]] = {
 
 _UNCOVERED = """
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_fused_attention_overrideable
     _scaled_dot_product_attention_math _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
     flex_attention varlen_attn
     _scaled_mm _scaled_mm_v2 scaled_mm _grouped_mm grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 scaled_grouped_mm
-    _addmm_activation _trilinear bilinear linear_cross_entropy _linear_cross_entropy
+    _addmm_activation _trilinear bilinear _linear_cross_entropy
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
     cudnn_convolution cudnn_convolution_transpose mkldnn_convolution miopen_convolution convolution_overrideable
     _slow_conv2d_forward thnn_conv2d slow_conv3d _conv_depthwise2d conv_depthwise3d
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _cudnn_rnn mkldnn_rnn_layer _thnn_fused_lstm_cell
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _cudnn_rnn
+    mkldnn_rnn_layer _thnn_fused_lstm_cell
     _native_multi_head_attention _transformer_encoder_layer_fwd
     cdist _euclidean_dist _cdist_forward
     mkldnn_linear _mkldnn_linear _weight_int4pack_mm _weight_int8pack_mm _mixed_dtypes_linear
@@ -112,7 +116,8 @@ _UNCOVERED = """
 """
 UNCOVERED = frozenset(_UNCOVERED.split())
 
-# Composed below Python of products or softmaxes: watched as they run, but not seen by torch.compile, which traces functions.
+# Composed below Python of products or softmaxes: watched as they run, but not seen by torch.compile, which traces
+# functions.
 UNSEEN_WHEN_COMPILED = frozenset(
     (
         "matrix_power",
@@ -148,32 +153,43 @@ def _pointwise() -> set[str]:
 
 
 _PLAIN = """
-    __get__ __set__ __delete__ __getitem__ __setitem__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
+    __get__ __set__ __delete__ __getitem__ __setitem__ __len__ __bool__ __int__ __float__ __index__
+    __repr__ __str__ __format__
     __hash__ __contains__ __iter__ __array__ __dlpack__ __dlpack_device__ __deepcopy__ __reduce_ex__ __setstate__
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
-    __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+    __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__
+    __pow__ __rpow__ __ipow__
     __neg__ __pos__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iand__ __ior__
-    add sub mul div true_divide subtract multiply divide floor_divide neg negative pow abs absolute sqrt rsqrt exp log sin cos tanh sigmoid relu gelu
+    add sub mul div true_divide subtract multiply divide floor_divide neg negative pow abs absolute
+    sqrt rsqrt exp log sin cos tanh sigmoid relu gelu
     silu where masked_fill masked_fill_ masked_scatter masked_select dropout dropout_ bernoulli bernoulli_
-    dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_signed is_inference
-    data_ptr untyped_storage storage type type_as get_device item tolist numpy requires_grad_ detach detach_ register_hook
-    retain_grad is_same_size is_pinned pin_memory share_memory_ is_shared set_ has_names is_conj is_neg is_tensor is_storage
+    dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point
+    is_complex is_signed is_inference
+    data_ptr untyped_storage storage type type_as get_device item tolist numpy requires_grad_
+    detach detach_ register_hook
+    retain_grad is_same_size is_pinned pin_memory share_memory_ is_shared set_ has_names is_conj
+    is_neg is_tensor is_storage
     is_nonzero is_set_to ndimension result_type can_cast promote_types get_default_dtype set_default_dtype manual_seed
     zeros ones empty full arange linspace logspace eye tensor as_tensor from_numpy rand randn randint randperm normal
-    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full new_tensor
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones
+    new_empty new_full new_tensor
     new_empty_strided empty_strided empty_permuted scalar_tensor tril tril_ triu triu_ tril_indices triu_indices vander
     to cpu cuda float half double bfloat16 int long short bool char byte contiguous clone copy_ fill_ zero_ reshape view
     view_as reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand expand_as broadcast_to
-    broadcast_tensors transpose transpose_ swapaxes swapdims permute movedim moveaxis t t_ T mT H mH cat concat concatenate
+    broadcast_tensors transpose transpose_ swapaxes swapdims permute movedim moveaxis t t_ T mT H
+    mH cat concat concatenate
     stack hstack vstack dstack split chunk unbind tensor_split select narrow slice index_select index_copy index_copy_
     index_fill index_fill_ gather take take_along_dim repeat repeat_interleave tile roll flip fliplr flipud rot90 pad
-    diagonal diag diag_embed unfold nonzero argwhere argmax argmin max min amax amin aminmax topk sort argsort msort kthvalue
+    diagonal diag diag_embed unfold nonzero argwhere argmax argmin max min amax amin aminmax topk
+    sort argsort msort kthvalue
     mode median unique unique_consecutive bincount histc searchsorted bucketize multinomial cumprod cummax cummin
     any all isin equal allclose isclose embedding one_hot layer_norm native_layer_norm group_norm
     uniform_ normal_ random_ exponential_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
     constant_ zeros_ ones_ eye_ orthogonal_ resize_ resize_as_ _set_grad_enabled set_grad_enabled
-    backward_hooks nll_loss nll_loss_nd pixel_shuffle max_pool1d max_pool2d max_pool3d glu prelu elu selu leaky_relu softplus
-    logsigmoid hardtanh hardswish mish threshold clamp clip complex real imag view_as_real view_as_complex outer ger kron
+    backward_hooks nll_loss nll_loss_nd pixel_shuffle max_pool1d max_pool2d max_pool3d glu prelu
+    elu selu leaky_relu softplus
+    logsigmoid hardtanh hardswish mish threshold clamp clip complex real imag view_as_real
+    view_as_complex outer ger kron
     cartesian_prod meshgrid block_diag atleast_1d atleast_2d atleast_3d lerp lerp_ addcmul addcmul_ addcdiv addcdiv_
     _foreach_add_ _foreach_mul_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_lerp_ _foreach_sqrt _foreach_div_
 """

@@ -26,7 +26,8 @@ def decorated(mode: AbstractContextManager[Any], function: Callable[..., Any]) -
     """
     if isinstance(function, type) or not callable(function):
         raise ArgumentError(
-            f"batch_invariant_mode decorates functions and methods, not {function!r}: decorate its forward, or use a with block"
+            f"batch_invariant_mode decorates functions and methods, not {function!r}: decorate its forward, or use a "
+            f"with block"
         )
     # Of an object that is called, its class says what the call is.
     kind = (
@@ -35,7 +36,8 @@ def decorated(mode: AbstractContextManager[Any], function: Callable[..., Any]) -
     named = functools.wraps(function, updated=("__dict__",) if inspect.isroutine(function) else ())
     if inspect.isasyncgenfunction(kind):
         raise ArgumentError(
-            f"batch_invariant_mode cannot decorate the async generator {function!r}; use a with block that holds no yield and "
+            f"batch_invariant_mode cannot decorate the async generator {function!r}; use a with block that holds no "
+            f"yield and "
             "no await"
         )
     if inspect.isgeneratorfunction(kind):

@@ -49,8 +49,8 @@ def _equation(arguments: Any) -> tuple[str, Any]:
 
 
 def _parse(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
-    """Labels of each operand and of the result, an ellipsis written out, and for each operand the labels that are needed
-    after it; None for what PyTorch is to refuse."""
+    """Labels of each operand and of the result, an ellipsis written out, and for each operand the labels that are
+    needed after it; None for what PyTorch is to refuse."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):

@@ -1,5 +1,5 @@
-"""Reading and writing by an index, as PyTorch names it, under batch_invariant_mode: sums by `detkern.scatter_sum`, in index_add and its
-like, and in the gradient of whatever is read. Handlers as in products.py.
+"""Reading and writing by an index, as PyTorch names it, under batch_invariant_mode: sums by `detkern.scatter_sum`, in
+index_add and its like, and in the gradient of whatever is read. Handlers as in products.py.
 
 What is read is PyTorch's where nothing is recorded: a copy has no sums.
 """
@@ -161,8 +161,12 @@ def _scatter(
 ) -> Any:
     if reduce is None:
         return _PLAIN
-    if reduce == "add" and isinstance(src, torch.Tensor):
-        return _scatter_add(mode, input, dim, index, src, out=out)
+    if reduce == "add":
+        added = value if src is None else src
+        if isinstance(added, (int, float)) and mode.covers("scatter_add", input):
+            added = torch.full(index.shape, added, dtype=input.dtype, device=input.device)
+        if isinstance(added, torch.Tensor):
+            return _scatter_add(mode, input, dim, index, added, out=out)
     mode.uncovered("scatter", f"reduce={reduce!r}", input)
     return _PLAIN
 

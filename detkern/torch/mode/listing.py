@@ -1,4 +1,5 @@
-"""What batch_invariant_mode covers and what strict refuses, as docs/batch-invariant-mode.md lists it, from what coverage.py holds.
+"""What batch_invariant_mode covers and what strict refuses, as docs/batch-invariant-mode.md lists it, from what
+coverage.py holds.
 
 `python -m detkern.torch.mode.listing --write docs/batch-invariant-mode.md` puts the lists into the page.
 """
@@ -26,6 +27,7 @@ _COVERED = (
         "`mean_square`, then PyTorch's elementwise functions in float32, with its epsilon where none is given",
     ),
     ("cross_entropy", "`log_softmax`, then sums over the losses and over the weights"),
+    ("linear_cross_entropy", "[linear_logp](contracts.md#linear_logp) where it has class indices and no weights"),
     (
         "scaled_dot_product_attention",
         "[eager attention](contracts.md#scaled-dot-product-attention), no dropout; see below",
@@ -41,7 +43,8 @@ _COVERED = (
 )
 # Other names of the same functions.
 _ALIASES = {
-    "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul",
+    "divide": "div", "true_divide": "div",
     "rdiv": "div", "rtruediv": "div", "rpow": "pow",
 }  # fmt: skip
 _WIDTH = 120
@@ -58,6 +61,7 @@ def _public(name: str) -> str:
 def names() -> dict[str, bool]:
     """What the mode has handlers for, and whether for a form that works in place too."""
     given = {coverage.name_of(func) for func in (*coverage.HANDLERS, *coverage.ELEMENTWISE)}
+    given.add("linear_cross_entropy")  # which older releases of PyTorch do not have
     found: dict[str, bool] = {}
     for name in given:
         in_place = name.endswith("_") and not name.startswith("__")
@@ -96,7 +100,8 @@ def inserted(page: str) -> str:
     """The page with its generated parts as they are now.
 
     Raises:
-        ArgumentError: it lacks the comments around a part, or names are listed that have no handler, or the other way round.
+        ArgumentError: it lacks the comments around a part, or names are listed that have no handler, or the other way
+            round.
     """
     for name, text in page_parts().items():
         begin, end = f"<!-- {name}: detkern/torch/mode/listing.py -->\n", f"<!-- end of {name} -->\n"

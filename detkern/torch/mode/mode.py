@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from ...dispatch import registry
 from ...errors import ArgumentError, ContractUnsupported
 from ...operations.rows.operation import ROWS
+from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
 from . import coverage, indexing
@@ -38,19 +40,20 @@ _said: set[tuple[str, str]] = set()
 
 
 class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
-    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block, of a function that it
-    decorates, or between `enable()` and `disable()`.
+    """Matrix products and row reductions of PyTorch computed by detkern, inside of a `with` block, of a function that
+    it decorates, or between `enable()` and `disable()`.
 
     torch.mm, addmm, bmm, baddbmm, mv, addmv, dot, and what is made of them (linear, matmul, einsum, tensordot,
     torch.nn.MultiheadAttention, ...) follow a contract, and so do scaled_dot_product_attention, mean, sum, softmax,
-    log_softmax and cross_entropy; docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same contracts, wherever the backward
-    runs. The mode belongs to the thread that enters it and to the backward passes started there. Modes nest; the
-    innermost decides for its device types.
+    log_softmax and cross_entropy; docs/batch-invariant-mode.md has the whole list. Gradients are computed by the same
+    contracts, wherever the backward runs. The mode belongs to the thread that enters it and to the backward passes
+    started there. Modes nest; the innermost decides for its device types.
 
     Args:
-        contract: one contract's name, or a mapping of "mm", "addmm", "bmm", "baddbmm", "mv", "addmv" or "dot" to one (linear
-            is an mm, or with bias an addmm; matmul an mm for a matrix on the right, else a bmm). It holds for the operand
-            types that it takes; the others, and ops that are not named, follow the default of `detkern.torch.matmul`.
+        contract: one contract's name, or a mapping of "mm", "addmm", "bmm", "baddbmm", "mv", "addmv" or "dot" to one
+            (linear is an mm, or with bias an addmm; matmul an mm for a matrix on the right, else a bmm). It holds for
+            the operand types that it takes; the others, and ops that are not named, follow the default of
+            `detkern.torch.matmul`.
         device_types: the types of device on which the mode is at work; tensors elsewhere are PyTorch's alone.
         strict: raise ContractUnsupported where a product that the mode does not cover (float64, attention with dropout,
             _scaled_mm, _grouped_mm, a convolution, ...) is about to run. Without it PyTorch computes it, and a warning
@@ -68,11 +71,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         strict: bool = False,
     ) -> None:
         super().__init__()
-        self.device_types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
-        for device in self.device_types:
-            if device not in DEVICE_TYPES:
-                raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
-        named: Mapping[str, str] = dict.fromkeys(PRODUCTS, contract) if isinstance(contract, str) else contract or {}
+        self.device_types = _device_types(device_types)
+        named = _named(contract)
         for op in named:
             if op not in PRODUCTS:
                 raise ArgumentError(f"contract: {op!r} is none of the ops {', '.join(PRODUCTS)}")
@@ -80,7 +80,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             op: {_TYPES[dtype]: get_contract(name).name for dtype in get_contract(name).operands}
             for op, name in named.items()
         }
-        self.strict = bool(strict)
+        self.strict = flag(strict, "strict")
         kinds = registry.kinds_of(ROWS)
         self.row_devices = tuple(
             device
@@ -127,7 +127,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
                 _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # PyTorch takes 2 µs to get here, for each call of a function and each reading of a shape: what is plain goes on at once.
+        # PyTorch takes 2 µs to get here, for each call of a function and each reading of a shape: what is plain goes on
+        # at once.
         if not _compiling() and (func in _PASSED or (func in _UNRECORDED and not _grad_enabled())):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -137,8 +138,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             if result is not NotImplemented:
                 return result
             return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
-        # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like while it traces is not equal
-        # to the key here, and is when it checks its guards.
+        # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like while it traces is not
+        # equal to the key here, and is when it checks its guards.
         handler = None if torch.compiler.is_compiling() else coverage.ELEMENTWISE.get(func)
         if handler is not None:
             result = handler(self, *args, **kwargs)
@@ -161,6 +162,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
+        if func is custom_function_call and args[0].__module__.startswith("detkern."):
+            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
         return self._left_to_pytorch(func, name, args, kwargs)
 
     def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -180,8 +183,8 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         return None if named is None else named.get(dtype)
 
     def covers(self, op: str, *operands: Any) -> bool:
-        """Whether operands are of what the mode is at work on. If they are not for a reason that strict refuses, that is
-        said, or raised, here."""
+        """Whether operands are of what the mode is at work on. If they are not for a reason that strict refuses, that
+        is said, or raised, here."""
         devices = self.row_devices if op in _ROW_OPS else self.device_types
         for x in operands:  # what most are, with nothing asked twice
             if (
@@ -215,13 +218,31 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         return True
 
     def uncovered(self, name: str, why: str, *operands: Any, what: str = "is not covered") -> None:
-        """Say that an op is PyTorch's own: in strict mode by an error, else by one warning. Elsewhere than on the mode's
-        device types there is nothing to say."""
+        """Say that an op is PyTorch's own: in strict mode by an error, else by one warning. Elsewhere than on the
+        mode's device types there is nothing to say."""
         if not any(x.device.type in self.device_types for x in _tensors(operands)):
             return
         if self.strict:
             raise ContractUnsupported(_refusal(name, why, what))
         _say_once(name, _subject(name, why, what))
+
+
+def _device_types(given: Any) -> tuple[str, ...]:
+    """Those that are named, each once, in one order."""
+    wanted = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for device in wanted:
+        if device not in DEVICE_TYPES:
+            raise ArgumentError(f"device_types: {device!r} is none of {', '.join(DEVICE_TYPES)}")
+    return tuple(device for device in DEVICE_TYPES if device in wanted)
+
+
+def _named(contract: Any) -> Mapping[str, str]:
+    """Contracts by ops."""
+    if contract is None or isinstance(contract, str):
+        return {} if contract is None else dict.fromkeys(PRODUCTS, contract)
+    if not isinstance(contract, Mapping):
+        raise ArgumentError(f"contract={contract!r} must be a contract's name, a mapping of ops to names, or None")
+    return contract
 
 
 def _subject(name: str, why: str, what: str) -> str:

@@ -1,8 +1,8 @@
 """sigmoid, silu, gelu and rsqrt on the CPU, under batch_invariant_mode; handlers as in products.py.
 
 PyTorch's CPU kernels compute these in vectors, and what is left over at the end of a thread's share by other code with
-other bits: an element's result depends on where it stands, so on the batch. Here they are made of exp, erf, tanh and the
-arithmetic operations, in float32, whose vectors and leftovers agree; 16-bit results are rounded once. On a GPU each
+other bits: an element's result depends on where it stands, so on the batch. Here they are made of exp, erf, tanh and
+the arithmetic operations, in float32, whose vectors and leftovers agree; 16-bit results are rounded once. On a GPU each
 element is computed alike, and PyTorch's own kernels are left to it, as they are under torch.compile.
 """
 

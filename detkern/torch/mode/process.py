@@ -1,8 +1,8 @@
 """`enable`, `disable`, `is_enabled`: batch_invariant_mode for a whole process.
 
-PyTorch keeps modes for each thread by itself. So the mode is put below all others in the thread that calls `enable`, and in
-each thread that is started afterwards, around its `run`. `disable` cannot reach the other threads: there the mode stays where it
-is and does nothing any more.
+PyTorch keeps modes for each thread by itself. So the mode is put below all others in the thread that calls `enable`,
+and in each thread that is started afterwards, around its `run`. `disable` cannot reach the other threads: there the
+mode stays where it is and does nothing any more.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def enable(
     device_types: str | Iterable[str] = DEVICE_TYPES,
     strict: bool = False,
 ) -> None:
-    """Put this thread, each thread that is started from now on with `threading`, as pools are, and the backward passes of all of
-    them under `batch_invariant_mode`, until `disable()`.
+    """Put this thread, each thread that is started from now on with `threading`, as pools are, and the backward passes
+    of all of them under `batch_invariant_mode`, until `disable()`.
 
-    Modes in `with` blocks nest in it, also those that this thread is in already: the innermost decides. A thread that was running
-    before joins by a call of its own with the same arguments. A forked process inherits it; a spawned one calls `enable` itself.
+    Modes in `with` blocks nest in it, also those that this thread is in already: the innermost decides. A thread that
+    was running before joins by a call of its own with the same arguments. A forked process inherits it; a spawned one
+    calls `enable` itself.
 
     Args:
         contract, device_types, strict: as `batch_invariant_mode`.
@@ -65,7 +66,8 @@ def enable(
 
 
 def disable() -> None:
-    """Leave what `enable()` put the process under, in every thread; without effect where it is off. Modes in `with` blocks stay.
+    """Leave what `enable()` put the process under, in every thread; without effect where it is off. Modes in `with`
+    blocks stay.
 
     In a thread that is in the middle of a call that call ends under the mode.
     """
@@ -115,7 +117,8 @@ def _watch_threads() -> None:
 
 
 def _watch_no_threads() -> None:
-    """Take that away again; where others have put their own around it since, it stays, and does nothing while the mode is off."""
+    """Take that away again; where others have put their own around it since, it stays, and does nothing while the mode
+    is off."""
     if _start is not None and threading.Thread.start is _start:
         threading.Thread.start = _start.__wrapped__  # type: ignore[attr-defined, method-assign]
 

@@ -1,5 +1,6 @@
-"""Matrix products as PyTorch names them, under batch_invariant_mode: each handler is called as its function, and gives a
-result, or NotImplemented where PyTorch is to answer (with its own error, or because the mode does not cover the tensors).
+"""Matrix products as PyTorch names them, under batch_invariant_mode: each handler is called as its function, and gives
+a result, or NotImplemented where PyTorch is to answer (with its own error, or because the mode does not cover the
+tensors).
 
 `mode` is the batch_invariant_mode at work. Shapes that do not fit are left to PyTorch, whose messages users know.
 """
@@ -27,7 +28,8 @@ def finish(result: Any, out: Any) -> Any:
         return result
     if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
         raise RuntimeError(
-            "functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad."
+            "functions with out=... arguments don't support automatic differentiation, but one of the arguments "
+            "requires grad."
         )
     if out.dtype != result.dtype:
         raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
@@ -279,7 +281,8 @@ def vecdot(mode: Any, x: Any, y: Any, *, dim: int = -1, out: Any = None) -> Any:
 
 # By PyTorch's name for the function, the method or the aten op.
 HANDLERS: dict[str, Callable[..., Any]] = {
-    "mm": mm, "bmm": bmm, "mv": mv, "dot": dot, "vdot": dot, "matmul": matmul, "linalg_matmul": matmul, "linear": linear,
+    "mm": mm, "bmm": bmm, "mv": mv, "dot": dot, "vdot": dot, "matmul": matmul, "linalg_matmul": matmul,
+    "linear": linear,
     "addmm": addmm, "baddbmm": baddbmm, "addmv": addmv, "addbmm": addbmm, "addmm_": _in_place(addmm),
     "baddbmm_": _in_place(baddbmm), "addmv_": _in_place(addmv), "addbmm_": _in_place(addbmm), "inner": inner,
     "linalg_vecdot": vecdot, "linalg_multi_dot": multi_dot, "chain_matmul": chain_matmul,

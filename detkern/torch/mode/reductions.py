@@ -206,8 +206,8 @@ def _total(losses: Any, reduction: str, weights: Any) -> Any:
 
 
 def rms_norm(mode: Any, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """x / sqrt(mean_square(x) + eps) in float32, rounded to x's type, times weight. eps is by default that of the arithmetic,
-    float32, for 16-bit x too."""
+    """x / sqrt(mean_square(x) + eps) in float32, rounded to x's type, times weight. eps is by default that of the
+    arithmetic, float32, for 16-bit x too."""
     if not isinstance(normalized_shape, (tuple, list)):
         return NotImplemented
     shape = tuple(normalized_shape)

@@ -1,9 +1,9 @@
 """What PyTorch composes below Python, seen one aten op at a time.
 
-batch_invariant_mode sees a function before it runs, and some functions reach a product or a sum only further down, in C++.
-Under this dispatch mode such an op is computed by detkern too. PyTorch has recorded it for autograd by then, and its
-backward is PyTorch's own outside of the mode: where that is a product or a softmax, the mode is told. Tangents of forward
-mode it has computed too, by ops that are seen here in turn: what runs here records neither.
+batch_invariant_mode sees a function before it runs, and some functions reach a product or a sum only further down, in
+C++. Under this dispatch mode such an op is computed by detkern too. PyTorch has recorded it for autograd by then, and
+its backward is PyTorch's own outside of the mode: where that is a product or a softmax, the mode is told. Tangents of
+forward mode it has computed too, by ops that are seen here in turn: what runs here records neither.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _unrecorded() -> Iterator[None]:
 
 
 def _materialised(x: Any) -> Any:
-    """Forward mode makes lazy tensors of zeros, which have no memory; below a dispatch mode PyTorch's kernels read it. Views
-    of them are lazy too, and autograd may rely on that."""
+    """Forward mode makes lazy tensors of zeros, which have no memory; below a dispatch mode PyTorch's kernels read it.
+    Views of them are lazy too, and autograd may rely on that."""
     return x.clone() if x._is_zerotensor() else x
 
 

@@ -1,4 +1,5 @@
-"""The bias gradient: for each column one ascending chain of binary32 additions over the rows, batch index by batch index.
+"""The bias gradient: for each column one ascending chain of binary32 additions over the rows, batch index by batch
+index.
 
 Contract  the column sum of docs/contracts.md.
 Tile      BLOCK_N columns; the rows one after the other, UNROLL a turn.

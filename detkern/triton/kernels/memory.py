@@ -1,7 +1,7 @@
 """What every Triton kernel of this package shares: addresses, load paths, the order of tiles, and the epilogue.
 
-Kernels take addresses, sizes, strides and codes as integers that Triton is told not to specialise on. What may be assumed
-of them is a load path, a constant that the launch code chooses (geometry.py) and the kernel is compiled for:
+Kernels take addresses, sizes, strides and codes as integers that Triton is told not to specialise on. What may be
+assumed of them is a load path, a constant that the launch code chooses (geometry.py) and the kernel is compiled for:
 
   0 STRIDED   any strides
   1 K_MAJOR   neighbours along k are adjacent, and k is a multiple of 8; lines begin at multiples of 16 bytes
@@ -16,9 +16,9 @@ import triton.language as tl
 
 # What every product takes at a launch: Triton may specialise on none of it.
 ARGUMENTS = (
-    "first", "a", "b", "out", "bias", "scratch", "m", "n", "k", "a_row", "a_col", "b_row", "b_col", "out_row", "out_col",
-    "bias_stride", "out_code", "bias_code", "size1", "size2", "a_batch0", "a_batch1", "a_batch2", "b_batch0", "b_batch1",
-    "b_batch2", "out_batch0", "out_batch1", "out_batch2",
+    "first", "a", "b", "out", "bias", "scratch", "m", "n", "k", "a_row", "a_col", "b_row", "b_col", "out_row",
+    "out_col", "bias_stride", "out_code", "bias_code", "size1", "size2", "a_batch0", "a_batch1", "a_batch2", "b_batch0",
+    "b_batch1", "b_batch2", "out_batch0", "out_batch1", "out_batch2",
 )  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def line(stride, ALIGNED: tl.constexpr):
 
 @triton.jit
 def within(first, extent, BLOCK: tl.constexpr, ADJACENT: tl.constexpr):
-    """The BLOCK indices from `first` on; those beyond `extent` are replaced by ones that exist, whose results are not kept.
+    """The BLOCK indices from `first` on; those beyond `extent` are replaced by ones that exist, whose results are not
+    kept.
     ADJACENT: `extent` is a multiple of 8, so eights stay together."""
     index = first + tl.arange(0, BLOCK)
     if ADJACENT:
@@ -69,8 +70,8 @@ def batch_offsets(
 
 @triton.jit
 def tile_origin(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
-    """(batch, row, column) of a tile: bands of BAND tile rows, walked column by column, so that programs that run together
-    share rows of A and columns of B in the L2 cache."""
+    """(batch, row, column) of a tile: bands of BAND tile rows, walked column by column, so that programs that run
+    together share rows of A and columns of B in the L2 cache."""
     rows = (m + BLOCK_M - 1) // BLOCK_M
     columns = (n + BLOCK_N - 1) // BLOCK_N
     batch = tile // (rows * columns)
@@ -102,7 +103,8 @@ def canonical(x):
 
 @triton.jit
 def widened(x):
-    """16-bit or binary32 elements as binary32, exactly. bf16 by its bits, since Triton's interpreter converts it otherwise."""
+    """16-bit or binary32 elements as binary32, exactly. bf16 by its bits, since Triton's interpreter converts it
+    otherwise."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

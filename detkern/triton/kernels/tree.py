@@ -1,14 +1,17 @@
 """Contracts `tree` and `tree-mma16`: a mid-split tree over leaves of 32 k, merged as the leaves come.
 
-Contract  tree (leaves are chains of fused multiply-adds) and, where tl.dot has the bits of mma16, tree-mma16 (leaves are
+Contract  tree (leaves are chains of fused multiply-adds) and, where tl.dot has the bits of mma16, tree-mma16 (leaves
+are
           two groups of 16). Each leaf and each sum of two nodes is rounded to the operand type.
-Merge     Node [lo, hi) splits at lo + (hi - lo) // 2. On the way from the root to a leaf, the right turns since the last
+Merge     Node [lo, hi) splits at lo + (hi - lo) // 2. On the way from the root to a leaf, the right turns since the
+last
           left one are the nodes that end with that leaf: so many waiting left children are added, the latest first, and
           the sum waits in turn.
 Tile      BLOCK_M x BLOCK_N outputs, one leaf a step; fma leaves take UNROLL k a turn.
 Launch    grid (programs, 1, 1): programs walk tiles from their own number on in steps of the grid, which bounds the
           scratch; any number of programs is right.
-Memory    scratch, not initialised: programs * LEVELS * BLOCK_M * BLOCK_N elements of 2 bytes, LEVELS = max(1, ceil(log2(
+Memory    scratch, not initialised: programs * LEVELS * BLOCK_M * BLOCK_N elements of 2 bytes, LEVELS = max(1,
+ceil(log2(
           ceil(k / 32)))): the left children that wait. Leaves by tl.dot also take shared memory, as in mma.py.
 """
 

@@ -1,1 +1,2 @@
-"""The arithmetic that replays are written in: binary32 and tensor-core steps in NumPy, and the thread's floating-point modes."""
+"""The arithmetic that replays are written in: binary32 and tensor-core steps in NumPy, and the thread's floating-point
+modes."""

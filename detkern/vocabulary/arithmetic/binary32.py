@@ -41,10 +41,10 @@ def fma(a: Array, b: Array, c: Binary32) -> Binary32:
     """a * b + c rounded once to binary32; a and b both binary32, or both of 16 bits or fewer.
 
     The binary64 product of two binary32 numbers is exact. So is the one of 16-bit numbers, and then its binary64 sum
-    with a binary32 number, rounded once more to binary32, is the sum rounded once: the first rounding only happens where
-    one addend lies so far below the other that no binary32 midpoint is near. With 24-bit factors there may be one, so
-    the first rounding is to odd, which the second never mistakes (S. Boldo and G. Melquiond, "Emulation of FMA and
-    correctly rounded sums: proved algorithms using rounding to odd", IEEE Transactions on Computers, 2008).
+    with a binary32 number, rounded once more to binary32, is the sum rounded once: the first rounding only happens
+    where one addend lies so far below the other that no binary32 midpoint is near. With 24-bit factors there may be
+    one, so the first rounding is to odd, which the second never mistakes (S. Boldo and G. Melquiond, "Emulation of FMA
+    and correctly rounded sums: proved algorithms using rounding to odd", IEEE Transactions on Computers, 2008).
     """
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)

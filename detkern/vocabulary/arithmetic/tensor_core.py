@@ -1,4 +1,5 @@
-"""One step of a tensor core, acc + a[k] * b[k] + ..., in integers: the numbered rules of docs/contracts.md, a function each.
+"""One step of a tensor core, acc + a[k] * b[k] + ..., in integers: the numbered rules of docs/contracts.md, a function
+each.
 
 A finite number is held as significand * 2^(exponent - stored bits), the significand a signed integer. All terms of a
 step are brought to multiples of 2^(E - F), E the largest exponent, so the sum of a step is one 64-bit integer (of 33
@@ -60,8 +61,8 @@ def truncate(significand: Integers, distance: Any) -> Integers:
 
 
 def fixed_point(significand: Integers, stored: int, fraction_bits: int) -> Integers:
-    """Significands of `stored` fraction bits with `fraction_bits` of them instead; fewer truncate as rule 3 would, which
-    drops those bits of the term with the largest exponent in any case."""
+    """Significands of `stored` fraction bits with `fraction_bits` of them instead; fewer truncate as rule 3 would,
+    which drops those bits of the term with the largest exponent in any case."""
     if stored <= fraction_bits:
         return significand << (fraction_bits - stored)
     return truncate(significand, stored - fraction_bits)

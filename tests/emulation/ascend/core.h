@@ -1,14 +1,15 @@
 // One AI core: its local memory, its pipelines, and what each of them may rely on.
 //
-// Instructions take effect when they are issued, in program order. On a device the pipelines (S scalar, V vector, MTE2 global
-// to local, MTE3 local to global) run apart, each starting an instruction when those it waits for have finished. So every
-// instruction notes which blocks of local memory it reads and writes, and every flag, barrier and queue notes what is finished
-// once it is passed, as vector clocks: a block that was written, or is still read, by an instruction which is not known to have
-// finished is a missing wait, and the kernel ends with a message that says where. Pipelines other than S are taken not
-// to order their own instructions: PipeBarrier does (the reference, "PipeBarrier", asks for it).
+// Instructions take effect when they are issued, in program order. On a device the pipelines (S scalar, V vector, MTE2
+// global to local, MTE3 local to global) run apart, each starting an instruction when those it waits for have finished.
+// So every instruction notes which blocks of local memory it reads and writes, and every flag, barrier and queue notes
+// what is finished once it is passed, as vector clocks: a block that was written, or is still read, by an instruction
+// which is not known to have finished is a missing wait, and the kernel ends with a message that says where. Pipelines
+// other than S are taken not to order their own instructions: PipeBarrier does (the reference, "PipeBarrier", asks for
+// it).
 //
-// Also found: reads of local memory that nothing has written, addresses that are not aligned, buffers that overflow, queues and
-// flags that are used out of turn.
+// Also found: reads of local memory that nothing has written, addresses that are not aligned, buffers that overflow,
+// queues and flags that are used out of turn.
 #pragma once
 
 #include <cstdint>
@@ -79,7 +80,8 @@ class Core {
     const uint64_t now = issued_[pipe_];
     const Clock known = known_now();
     for (State *state = first(address, bytes), *end = past(address, bytes); state < end; ++state) {
-      if (state->writer >= 0 && state->written > known.at[state->writer]) missing(state->writer, "writes what", "wrote");
+      if (state->writer >= 0 && state->written > known.at[state->writer])
+        missing(state->writer, "writes what", "wrote");
       for (int reader = 0; reader < PIPES; ++reader)
         // An instruction may write what it reads itself.
         if (state->read[reader] > known.at[reader] && !(reader == pipe_ && state->read[reader] == now))
@@ -150,8 +152,8 @@ class Core {
   }
 
   [[noreturn]] void missing(int other, const char* does, const char* did) const {
-    fault(std::string("missing wait: ") + instruction_ + " on " + name_of(pipe_) + " " + does + " an earlier instruction on " +
-          name_of(other) + " " + did);
+    fault(std::string("missing wait: ") + instruction_ + " on " + name_of(pipe_) + " " + does +
+          " an earlier instruction on " + name_of(other) + " " + did);
   }
 
   std::vector<State> states_;

@@ -1,8 +1,8 @@
-// The subset of Ascend C that det_gemm.cpp uses, on the host: tensors, queues, copies with padding, vector operations, casts,
-// block index and events. core.h has what is checked. Blocks run one after the other on the calling thread.
+// The subset of Ascend C that det_gemm.cpp uses, on the host: tensors, queues, copies with padding, vector operations,
+// casts, block index and events. core.h has what is checked. Blocks run one after the other on the calling thread.
 //
-// The vector unit is taken to compute as the reference says and IEEE 754 where it is silent: every operation rounds to nearest
-// even by itself, subnormals are kept. A cast of a NaN gives one of odd payload, since no page says which.
+// The vector unit is taken to compute as the reference says and IEEE 754 where it is silent: every operation rounds to
+// nearest even by itself, subnormals are kept. A cast of a NaN gives one of odd payload, since no page says which.
 #pragma once
 
 #include <algorithm>
@@ -45,17 +45,17 @@ enum class SELMODE { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENS
 enum class HardEvent { MTE2_V, V_MTE2, MTE3_V, V_MTE3, V_S, S_V, MTE2_S, S_MTE2, MTE3_S, S_MTE3, MTE3_MTE2, MTE2_MTE3 };
 
 inline Pipe source_of(HardEvent event) {
-  constexpr Pipe pipes[] = {emulation::PIPE_OF_MTE2, emulation::PIPE_OF_V, emulation::PIPE_OF_MTE3, emulation::PIPE_OF_V,
-                            emulation::PIPE_OF_V, emulation::PIPE_OF_S, emulation::PIPE_OF_MTE2, emulation::PIPE_OF_S,
-                            emulation::PIPE_OF_MTE3, emulation::PIPE_OF_S, emulation::PIPE_OF_MTE3,
-                            emulation::PIPE_OF_MTE2};
+  constexpr Pipe pipes[] = {emulation::PIPE_OF_MTE2, emulation::PIPE_OF_V, emulation::PIPE_OF_MTE3,
+                            emulation::PIPE_OF_V, emulation::PIPE_OF_V, emulation::PIPE_OF_S, emulation::PIPE_OF_MTE2,
+                            emulation::PIPE_OF_S, emulation::PIPE_OF_MTE3, emulation::PIPE_OF_S,
+                            emulation::PIPE_OF_MTE3, emulation::PIPE_OF_MTE2};
   return pipes[static_cast<int>(event)];
 }
 inline Pipe target_of(HardEvent event) {
-  constexpr Pipe pipes[] = {emulation::PIPE_OF_V, emulation::PIPE_OF_MTE2, emulation::PIPE_OF_V, emulation::PIPE_OF_MTE3,
-                            emulation::PIPE_OF_S, emulation::PIPE_OF_V, emulation::PIPE_OF_S, emulation::PIPE_OF_MTE2,
-                            emulation::PIPE_OF_S, emulation::PIPE_OF_MTE3, emulation::PIPE_OF_MTE2,
-                            emulation::PIPE_OF_MTE3};
+  constexpr Pipe pipes[] = {emulation::PIPE_OF_V, emulation::PIPE_OF_MTE2, emulation::PIPE_OF_V,
+                            emulation::PIPE_OF_MTE3, emulation::PIPE_OF_S, emulation::PIPE_OF_V, emulation::PIPE_OF_S,
+                            emulation::PIPE_OF_MTE2, emulation::PIPE_OF_S, emulation::PIPE_OF_MTE3,
+                            emulation::PIPE_OF_MTE2, emulation::PIPE_OF_MTE3};
   return pipes[static_cast<int>(event)];
 }
 
@@ -72,7 +72,8 @@ void WaitFlag(int32_t id) {
 }
 template <pipe_t PIPE>
 void PipeBarrier() {
-  static_assert(PIPE == PIPE_V || PIPE == PIPE_MTE2 || PIPE == PIPE_MTE3, "PIPE_S orders itself; PIPE_ALL is not emulated");
+  static_assert(PIPE == PIPE_V || PIPE == PIPE_MTE2 || PIPE == PIPE_MTE3,
+      "PIPE_S orders itself; PIPE_ALL is not emulated");
   Core::current().barrier(PIPE == PIPE_V      ? emulation::PIPE_OF_V
                           : PIPE == PIPE_MTE2 ? emulation::PIPE_OF_MTE2
                                               : emulation::PIPE_OF_MTE3);
@@ -242,7 +243,8 @@ void DataCopyPad(const LocalTensor<T>& to, const GlobalTensor<T>& from, const Da
   Core& core = Core::current();
   Core::check_aligned(to.address(), "DataCopyPad");
   core.begin(emulation::PIPE_OF_MTE2, "DataCopyPad");
-  const uint32_t left = pad.isPad ? pad.leftPadding * sizeof(T) : 0, right = pad.isPad ? pad.rightPadding * sizeof(T) : 0;
+  const uint32_t left = pad.isPad ? pad.leftPadding * sizeof(T) : 0;
+  const uint32_t right = pad.isPad ? pad.rightPadding * sizeof(T) : 0;
   if (left > 32 || right > 32) emulation::fault("DataCopyPad: more than 32 bytes of padding");
   const uint32_t filled = (left + copy.blockLen + right + 31) / 32 * 32;
   const unsigned char* source = reinterpret_cast<const unsigned char*>(from.data());
@@ -254,7 +256,8 @@ void DataCopyPad(const LocalTensor<T>& to, const GlobalTensor<T>& from, const Da
     // Beyond the padding that was asked for is anything.
     if (filled > left + copy.blockLen + right)
       std::memset(target + left + copy.blockLen + right, 0x5a, filled - left - copy.blockLen - right);
-    std::memcpy(target + left, source + static_cast<uint64_t>(i) * (copy.blockLen + uint64_t(copy.srcStride)), copy.blockLen);
+    std::memcpy(target + left, source + static_cast<uint64_t>(i) * (copy.blockLen + uint64_t(copy.srcStride)),
+        copy.blockLen);
   }
 }
 
@@ -450,4 +453,6 @@ void launch(void (*kernel)(Params), uint32_t blocks, aclrtStream stream, const P
 #define DETKERN_LAUNCH(kernel, blocks, stream, params) emulation::launch(kernel, blocks, stream, params)
 
 // Not in any CANN: what the last launch of this thread was enqueued on.
-extern "C" __attribute__((used, visibility("default"))) inline void* emulation_last_stream() { return emulation::last_stream; }
+extern "C" __attribute__((used, visibility("default"))) inline void* emulation_last_stream() {
+  return emulation::last_stream;
+}

@@ -1,8 +1,8 @@
 // What the CUDA-core kernels use of ptx/, on the host, for tests of their index arithmetic, their rings of stages and
 // their barriers. It takes the place of those headers beside copies of the kernel's other files; threads are fibers.
 //
-// An asynchronous copy takes place when it is started (EARLY), or when a thread waits for its group and no sooner (LATE):
-// a kernel that is right is right under both, and in both orders in which the fibers run between barriers.
+// An asynchronous copy takes place when it is started (EARLY), or when a thread waits for its group and no sooner
+// (LATE): a kernel that is right is right under both, and in both orders in which the fibers run between barriers.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,9 @@
 
 #define __device__
 #define __global__
+#ifndef __shared__  // static in kernels that declare what they share
 #define __shared__
+#endif
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -29,8 +31,9 @@ struct uint4 {
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct dim3 {
-  unsigned x;
+  unsigned x, y;
 };
+#define threadIdx dim3({static_cast<unsigned>(emulation::thread()), 0})
 inline dim3 blockIdx, gridDim;
 extern __attribute__((aligned(16))) char shared[];
 
@@ -92,6 +95,24 @@ inline float __uint_as_float(uint32_t bits) {
 inline float canonical(float value) { return value == value ? value : __uint_as_float(0x7fffffff); }
 inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a, b, c)); }
 inline float __fadd_rn(float a, float b) { return canonical(a + b); }
+inline float __fmul_rn(float a, float b) { return canonical(a * b); }
+inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
+inline float __frcp_rn(float a) { return canonical(1.0f / a); }
+inline float __int2float_rn(int value) { return static_cast<float>(value); }
+inline int __float_as_int(float value) { return static_cast<int>(__float_as_uint(value)); }
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<uint32_t>(bits)); }
+using std::copysign;
+
+// All threads of the block that have not ended come here together, those of other warps too.
+inline float __shfl_xor_sync(unsigned, float value, int lanes) {
+  static float given[1024];
+  const int thread = emulation::thread();
+  given[thread] = value;
+  emulation::Fibers::of_this_thread().barrier();
+  const float found = given[thread ^ lanes];
+  emulation::Fibers::of_this_thread().barrier();
+  return found;
+}
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <typename Element>

@@ -7,8 +7,8 @@
 #include "../../../detkern/npu/ascend/exact_fma.h"
 
 // How many of `count` triples differ from fmaf; a NaN is 0x7fffffff.
-extern "C" __attribute__((visibility("default"))) size_t differing(const uint32_t* a, const uint32_t* b, const uint32_t* c,
-                                                                   size_t count) {
+extern "C" __attribute__((visibility("default"))) size_t differing(const uint32_t* a, const uint32_t* b,
+                                                                   const uint32_t* c, size_t count) {
   size_t found = 0;
   for (size_t i = 0; i < count; ++i) {
     float x, y, z;

@@ -1,4 +1,5 @@
-"""Libraries of another age than this detkern: they load and serve what both have, through checks.h as libraries include it."""
+"""Libraries of another age than this detkern: they load and serve what both have, through checks.h as libraries include
+it."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ int32_t detkern_scratch(uint32_t, const void*, uint64_t* bytes) { *bytes = 0; re
 # What other versions of abi.h and checks.h have in place of these lines.
 OLDER = {
     "  void *stream;\n} detkern_column_sum_descriptor;": "} detkern_column_sum_descriptor;",
-    "DETKERN_FIRST_SIZE(detkern_column_sum_descriptor, stream);": "DETKERN_FIRST_SIZE(detkern_column_sum_descriptor, out);",
+    "FIRST_SIZE(detkern_column_sum_descriptor, stream);": "FIRST_SIZE(detkern_column_sum_descriptor, out);",
     "  char driver[64]; /* versions of driver and runtime; a self-check holds for one device and driver */\n": "",
     "DETKERN_FIRST_SIZE(detkern_device, driver);": "DETKERN_FIRST_SIZE(detkern_device, name);",
 }
@@ -263,7 +264,8 @@ int32_t detkern_gemm_scratch(const detkern_gemm_descriptor* d, uint64_t* bytes) 
   *bytes = 64;
   return DETKERN_OK;
 }
-int32_t detkern_block_scaled_gemm(const void*) { return detkern::fail(DETKERN_UNSUPPORTED, "no kernel for fp8-block128"); }
+int32_t detkern_block_scaled_gemm(const void*) { return detkern::fail(DETKERN_UNSUPPORTED,
+    "no kernel for fp8-block128"); }
 int32_t detkern_column_sum(const detkern_column_sum_descriptor* d) {
   if (d->size != 1088) return detkern::fail(DETKERN_INVALID, "%d bytes", (int)d->size);
   return sum(d);

@@ -1,4 +1,5 @@
-"""The classic operator surface: every entry point's bits, its gradients, its defaults, and dispatch that fails closed."""
+"""The classic operator surface: every entry point's bits, its gradients, its defaults,
+and dispatch that fails closed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 def test_the_names() -> None:
-    assert detkern.list_ops() == ("det_gemm",)
+    assert detkern.list_ops() == ("det_gemm", "linear_logp", "batch_invariant_linear_logp")
     assert detkern.get_op("det_gemm").name == "det_gemm"
     for wrong in ("gemm", "", None, 3, ["det_gemm"]):
         with pytest.raises(ArgumentError, match=r"there is no op .*; the ops are det_gemm"):

@@ -87,8 +87,8 @@ def test_arrays_stand_for_pointers(framework: str) -> None:
 
 
 def test_four_threads_and_four_streams_ten_thousand_calls() -> None:
-    """Each thread's calls go round four streams that it shares with the others, each stream with memory of its own in each
-    thread, and every result is compared."""
+    """Each thread's calls go round four streams that it shares with the others, each stream with memory of its own in
+    each thread, and every result is compared."""
     import torch
 
     m, k, n = 40, 136, 72

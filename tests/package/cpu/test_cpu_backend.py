@@ -417,7 +417,8 @@ static void probe(int a_type, int b_type, const char* a, const char* b, const fl
   alignas(64) static char memory[1 << 16];
   Block block;
   block.place(memory, 1, COLUMNS);
-  pack_rows({a, a_type, 1, GROUP * itemsize(a_type), itemsize(a_type), {}, 0, 0, 0}, a, 1, GROUP, 32, block.a, Block::PITCH);
+  pack_rows({a, a_type, 1, GROUP * itemsize(a_type), itemsize(a_type), {}, 0, 0, 0}, a, 1, GROUP, 32, block.a,
+      Block::PITCH);
   pack_panels({b, b_type, COLUMNS, itemsize(b_type), COLUMNS * itemsize(b_type), {}, 0, 0, 0}, b, COLUMNS, GROUP, 32,
               block.b, 0);
   row_exponents(block.a, a_type, block.a_exponents, 1, 32, Block::PITCH);
@@ -454,8 +455,8 @@ NATIVE = ("-O1",)
 
 
 def compile_probe(folder: Path, options: tuple[str, ...], *mutation: str, packing: Path | None = None) -> Path:
-    """PROBE on the step's headers, after the one replacement (file, old text, new text) of `mutation`; packing.cpp compiled
-    too unless its object is given."""
+    """PROBE on the step's headers, after the one replacement (file, old text, new text) of `mutation`; packing.cpp
+    compiled too unless its object is given."""
     (folder / "cpu").mkdir(parents=True)
     (folder / "abi").mkdir()
     shutil.copy(SOURCES.parent / "abi" / "abi.h", folder / "abi")

@@ -1,4 +1,5 @@
-"""The CPU backend where processes are unkind: forks, threads, modes, no compiler, no home, no memory; and other machines."""
+"""The CPU backend where processes are unkind: forks, threads, modes, no compiler, no home, no memory; and other
+machines."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ extern "C" void set(unsigned long value) { asm volatile("msr fpcr, %0" ::"r"(val
 extern "C" unsigned long flushing() { return get() | 1ul << 24; }
 #endif
 extern "C" unsigned long rounding(int mode) {
-  const int before = fegetround();  // restored as a whole: on x86-64 it is the x87 unit's too, which set() does not reach
+  // Restored as a whole: on x86-64 it is the x87 unit's too, which set() does not reach.
+  const int before = fegetround();
   fesetround(mode == 0 ? FE_UPWARD : mode == 1 ? FE_DOWNWARD : FE_TOWARDZERO);
   const unsigned long result = get();
   fesetround(before);

@@ -1,4 +1,5 @@
-"""What the CUDA backend offers on which device, why it is unavailable, and the self-check, on devices that are made up."""
+"""What the CUDA backend offers on which device, why it is unavailable, and the self-check,
+on devices that are made up."""
 
 from __future__ import annotations
 

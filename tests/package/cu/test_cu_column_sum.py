@@ -1,5 +1,5 @@
-"""The bias gradient's CUDA side without a device: the argument block against the kernel file, the choice of a build, the
-launch on a driver that only takes notes, and what is offered where."""
+"""The bias gradient's CUDA side without a device: the argument block against the kernel file, the choice of a build,
+the launch on a driver that only takes notes, and what is offered where."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every CUDA source compiles for every architecture that it claims, with no GPU: registers, spills, stack frame and shared
-memory from the compiler's log are held to bounds, and the machine code to the instructions that a contract needs."""
+"""Every CUDA source compiles for every architecture that it claims, with no GPU: registers, spills, stack frame and
+shared memory from the compiler's log are held to bounds, and the machine code to the instructions that a contract
+needs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from cu_compiled import (
 )
 from cu_device import one_of_each_organisation
 
-from detkern.cu import column_sum, gemm_tile, loader, rows, scatter_sum
+from detkern.cu import column_sum, gemm_tile, linear_logp, loader, rows, scatter_sum
 from detkern.cu.gemm_tile import Load, Tile, build_for, fits, tiles_for
 from detkern.operations.rows.problem import RowKind
 from detkern.vocabulary.contracts import FMA, MMA8, MMA16, TREE, TREE_MMA16, Contract
@@ -168,7 +169,8 @@ Builds = dict[tuple[str, loader.KernelBuild], Future[tuple[str, str]]]
 
 
 def _compiling(builds: list[tuple[str, loader.KernelBuild]]) -> Iterator[Builds]:
-    """The futures of builds, each for an architecture, worked on by two processes while the tests take them in order."""
+    """The futures of builds, each for an architecture,
+    worked on by two processes while the tests take them in order."""
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield {(architecture, build): pool.submit(compile_build, build, architecture) for architecture, build in builds}
         pool.shutdown(cancel_futures=True)
@@ -214,8 +216,8 @@ def test_compiles_within_bounds(case: Case, compiled: dict[Case, Future[tuple[st
 
 
 def _check_narrow_loop(case: Case, code: str) -> None:
-    """fma_narrow.cu's loop over stages: one fused multiply-add an output and k, the fragments in whole vectors, one barrier
-    waited for and one arrived at, hardly anything else but the conversions of 16-bit operands; no copy."""
+    """fma_narrow.cu's loop over stages: one fused multiply-add an output and k, the fragments in whole vectors, one
+    barrier waited for and one arrived at, hardly anything else but the conversions of 16-bit operands; no copy."""
     tile, size = case.tile, case.operand.itemsize
     places = {match[1]: match.start() for match in re.finditer(r"^(\.L_x_\d+):", code, re.MULTILINE)}
     backward = (
@@ -239,10 +241,10 @@ def _check_narrow_loop(case: Case, code: str) -> None:
 
 
 def _check_loops(tile: Tile, code: str) -> None:
-    """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but for
-    strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for; and behind
-    the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next come from
-    memory."""
+    """mma_wgmma.cu's loops over stages, one for each kind of outputs: what products read is in uniform registers, but
+    for strided outputs (no STSM behind the products) of the largest tiles, which take longer than what they wait for;
+    and behind the products of the usual ones, only rounded, the kernel ends soon: lines of instructions that come next
+    come from memory."""
     loops = list(main_loops(code))
     assert len(loops) == (1 if tile.f32_out else 2 + tile["STRIDED_OUT"])
     large = tile["TILE_M"] * tile["TILE_N"] >= 128 * 160
@@ -365,6 +367,44 @@ def test_the_scattered_sum_compiles_within_bounds(
         assert any(name.startswith("LDGSTS") for name in instructions)
 
 
+def _check_exponentials_and_divisions(instructions: list[str]) -> None:
+    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they
+    # ask for infinities and where they negate a significand: no result.
+    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
+    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
+    assert bool(flushing) == ("FCHK" in instructions)
+    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
+    for name in instructions:
+        if name not in flushing:
+            check_instruction(name)
+
+
+# All four on sm_90a, elsewhere one in turn.
+LOGITS = [("sm_90a", build) for build in linear_logp.builds()] + [
+    (architecture, linear_logp.builds()[turn % 4])
+    for turn, architecture in enumerate(name for name in ARCHITECTURES if name != "sm_90a")
+]
+
+
+@pytest.fixture(scope="module")
+def compiled_logits() -> Iterator[Builds]:
+    yield from _compiling(LOGITS)
+
+
+@pytest.mark.parametrize(("architecture", "build"), LOGITS, ids=str)
+def test_what_is_made_of_logits_compiles_within_bounds(
+    architecture: str,
+    build: loader.KernelBuild,
+    compiled_logits: Builds,
+) -> None:
+    log, code = compiled_logits[architecture, build].result()
+    # Two CTAs of 256 an SM; one where a binary counter lies in registers.
+    assert registers_of(log) <= (168 if dict(build.macros)["PHASE"] == 1 else 128)
+    instructions = instructions_of(code)
+    assert {"FFMA", "FMUL", "FADD"} <= {name.split(".")[0] for name in instructions}
+    _check_exponentials_and_divisions(instructions)
+
+
 def _rows_built(
     kind: RowKind, operand: DType, load: rows.RowLoad, columns: int, capability: tuple[int, int]
 ) -> loader.KernelBuild:
@@ -374,8 +414,8 @@ def _rows_built(
 
 
 def _rows_to_compile() -> Iterator[tuple[str, loader.KernelBuild]]:
-    """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two kinds
-    that need most of them."""
+    """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two
+    kinds that need most of them."""
     for number, kind in enumerate(RowKind):
         tiles = [tile for load in rows.RowLoad for tile in rows.tiles_for(kind, load, (9, 0))]
         operand = F32 if kind.spreads and kind.operands == 1 else (F32, F16, BF16)[number % 3]
@@ -416,15 +456,7 @@ def test_the_row_operations_compile_within_bounds(
     if not kind.spreads:
         assert "F2I.S64.TRUNC" in instructions
     assert any(name.startswith("UCGABAR") for name in instructions) == (macros["CLUSTER"] > 1)
-    # The divisions and reciprocals that round correctly have subroutines for operands far out, which flush where they ask for
-    # infinities and where they negate a significand: no result.
-    flushing = [name for name in instructions if ".FTZ" in name and name.startswith(ARITHMETIC)]
-    assert set(flushing) <= {"FSETP.GTU.FTZ.AND", "FSETP.NEU.FTZ.AND", "FADD.FTZ"}
-    assert bool(flushing) == ("FCHK" in instructions)
-    assert not {"MUFU.EX2", "MUFU.LG2"} & set(instructions)
-    for name in instructions:
-        if name not in flushing:
-            check_instruction(name)
+    _check_exponentials_and_divisions(instructions)
     if macros["LOAD"] == rows.RowLoad.VECTOR and not (kind.spreads and kind.operands == 1):
         assert any(name.startswith("LDG") and ".128" in name for name in instructions)
 

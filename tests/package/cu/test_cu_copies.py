@@ -1,5 +1,6 @@
-"""What the Hopper kernels copy into a stage, modelled after pipeline.cuh and operand_tile.cuh, against the maps and the launch that
-geometry.py gives: every element of every stage is the operand's, or zero outside it, and a barrier counts every byte."""
+"""What the Hopper kernels copy into a stage, modelled after pipeline.cuh and operand_tile.cuh, against the maps and the
+launch that geometry.py gives: every element of every stage is the operand's, or zero outside it, and a barrier counts
+every byte."""
 
 from __future__ import annotations
 
@@ -146,8 +147,8 @@ def _inside(start: int, extent: int, size: int, unit: int) -> int:
 
 
 def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
-    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside of the
-    output as TileWalk::output() does. problem: oriented."""
+    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside
+    of the output as TileWalk::output() does. problem: oriented."""
     shares = tile.shares
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     row_unit = 8 if load_paths(problem)[0] == Load.MN_MAJOR else 1
@@ -283,7 +284,8 @@ def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> N
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) -> None:
-    """TileWalk's output() and own(): a tile has `extent` elements from its start, and owns those from its own place on."""
+    """TileWalk's output() and own(): a tile has `extent` elements from its start,
+    and owns those from its own place on."""
     for extent, unit in ((tile["TILE_M"], 1), (tile["TILE_M"], 8), (tile["TILE_N"], 1 if tile.swapped else 8)):
         for size in (*SIZES, extent - 1, extent, extent + 1, 2 * extent - 1, 2 * extent + 7, 3 * extent):
             owned = np.zeros(size, int)

@@ -1,4 +1,5 @@
-"""The device around a launch, on a runtime that only takes notes: which is current when, and what becomes of its faults."""
+"""The device around a launch, on a runtime that only takes notes: which is current when, and what becomes of its
+faults."""
 
 from __future__ import annotations
 

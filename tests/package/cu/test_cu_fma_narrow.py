@@ -1,4 +1,5 @@
-"""fma_narrow.cu compiled for the host: its indices, its ring of stages and its barriers, bit for bit against the replay."""
+"""fma_narrow.cu compiled for the host: its indices, its ring of stages and its barriers, bit for bit against the
+replay."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def _compiled(folder: Path, tile: Tile, loads: tuple[Load, Load], dtype: DType) 
 
 
 def _placed(host: np.ndarray, by_columns: bool) -> tuple[np.ndarray, TensorView]:
-    """Lines at multiples of 16 bytes with NaNs behind each: the memory, and the matrices [batch, rows, columns] in it."""
+    """Lines at multiples of 16 bytes with NaNs behind each: the memory, and the matrices [batch, rows,
+    columns] in it."""
     dtype = from_numpy(host.dtype)
     assert dtype is not None
     stored = host.view(dtype.bits).transpose(0, 2, 1) if by_columns else host.view(dtype.bits)
@@ -78,8 +80,9 @@ def _placed(host: np.ndarray, by_columns: bool) -> tuple[np.ndarray, TensorView]
 def test_the_kernel_on_the_host_gives_the_replays_bits(
     tile: Tile, loads: tuple[Load, Load], dtype: DType, tmp_path: Path
 ) -> None:
-    """K shorter than a stage, of one, and with a tail behind more stages than the ring has; with copies that come at once
-    and as late as they may; one tile a CTA, and one CTA for all. Half of the chains start at -0, and some underflow to it."""
+    """K shorter than a stage, of one, and with a tail behind more stages than the ring has; with copies that come at
+    once and as late as they may; one tile a CTA, and one CTA for all. Half of the chains start at -0, and some
+    underflow to it."""
     library = _compiled(tmp_path, tile, loads, dtype)
     ring = tile["TILE_K"] * tile["STAGES"]
     m, n = tile["TILE_M"] + 3, 2 * tile["TILE_N"] - 5
@@ -99,7 +102,8 @@ def test_the_kernel_on_the_host_gives_the_replays_bits(
         bias_view = TensorView(bias.ctypes.data, bias.shape, (1,), F32, DEVICE, array=bias)
         for accumulate in (False, True):
             expected = np.stack([
-                numpy_replay.gemm(FMA, *pair, initial=start if accumulate else None, bias=None if accumulate else bias, out_dtype=F32)
+                numpy_replay.gemm(FMA, *pair, initial=start if accumulate else None, bias=None if accumulate else bias,
+                    out_dtype=F32)
                 for *pair, start in zip(a, b, initial, strict=True)
             ])  # fmt: skip
             for late, one_cta in ((False, True), (True, False), (True, True)):

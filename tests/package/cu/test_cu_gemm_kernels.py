@@ -1,5 +1,5 @@
-"""The rows of detkern.cu.gemm_kernels against the kernel files and the tables. That SMEM_BYTES is what a file computes is asserted
-where it is compiled (test_cu_compile.py)."""
+"""The rows of detkern.cu.gemm_kernels against the kernel files and the tables. That SMEM_BYTES is what a file computes
+is asserted where it is compiled (test_cu_compile.py)."""
 
 from __future__ import annotations
 

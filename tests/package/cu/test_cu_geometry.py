@@ -91,7 +91,8 @@ def test_grid_is_a_cta_a_tile_up_to_what_a_grid_can_count() -> None:
 @pytest.mark.parametrize("contract", [TREE, TREE_MMA16], ids=str)
 def test_scratch_of_a_tree_is_its_upper_levels_for_each_cta_that_runs(contract: Contract) -> None:
     for tile in tiles_for(contract, BF16):
-        # Of the tensor-core trees, nodes of up to four leaves; by wgmma of up to eight, and one that waits for its sibling.
+        # Of the tensor-core trees, nodes of up to four leaves; by wgmma of up to eight, and one that waits for its
+        # sibling.
         in_registers = 0 if contract == TREE else 4 if tile.table == "tree_wgmma" else 2
         level = 2 * tile["TILE_M"] * tile["TILE_N"]
         for leaves, levels in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (65, 7), (2**20, 20), (2**20 + 1, 21)):
@@ -193,7 +194,7 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
 
 
 def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
-    """Rows of binary32 by 16 bytes go to kernels of their own, and what has no tensor map to those for strided outputs."""
+    """Rows of binary32 by 16 bytes go to kernels of their own, what has no tensor map to those for strided outputs."""
     tiles = [tile for tile in tma_tiles() if tile.table == "mma_wgmma"]
     assert {(tile.swapped, tile.f32_out, bool(tile["STRIDED_OUT"])) for tile in tiles} == {
         (False, False, False), (False, False, True), (False, True, False), (True, False, False)
@@ -208,7 +209,7 @@ def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
         ((view((512, 512), (516, 1), F32, 272), None), "quads"),
         ((view((512, 512), (514, 1), F32, 256), None), "any"),  # the line is not of 16 bytes
         ((view((512, 512), (512, 1), F32, 256), bias), "any"),
-                ((view((512, 512), (512, 1), F32, 264), None), "any"),  # nor the address
+        ((view((512, 512), (512, 1), F32, 264), None), "any"),  # nor the address
         ((view((512, 512), (1, 512), F32, 256), None), "any"),
     ]  # fmt: skip
     for (out, added), kind in outs:
@@ -252,8 +253,8 @@ def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
 
 
 def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
-    """A box of a has no more rows than m (K_MAJOR). Where lines are of whole boxes, one copy takes a stage's; CTAs that share
-    an operand copy half of its boxes each, or of a single one half of the rows."""
+    """A box of a has no more rows than m (K_MAJOR). Where lines are of whole boxes, one copy takes a stage's; CTAs that
+    share an operand copy half of its boxes each, or of a single one half of the rows."""
     for contract in (MMA16, TREE_MMA16):
         for tile in tma_tiles(contract):
             for loads, m, (n, k) in itertools.product(

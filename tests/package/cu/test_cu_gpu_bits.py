@@ -1,4 +1,5 @@
-"""The CUDA kernels against the CPU replay, bit for bit: contract × type × layout × odd sizes × epilogue, and many elements."""
+"""The CUDA kernels against the CPU replay, bit for bit: contract × type × layout × odd sizes × epilogue, and many
+elements."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def _corners(count: int, shift: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
 def test_odd_sizes_in_every_layout(contract: Contract, dtype: DType, k: int) -> None:
-    """Every pair of modes of A and B (all nine pairs of load paths among them), every mode of the output, every epilogue
-    and every kind of operands come round for each K; M and N run over the corners."""
+    """Every pair of modes of A and B (all nine pairs of load paths among them), every mode of the output, every
+    epilogue and every kind of operands come round for each K; M and N run over the corners."""
     shift = SIZES.index(k)
     modes = itertools.cycle(itertools.product(MODES, MODES))
     out_modes = itertools.cycle(MODES)

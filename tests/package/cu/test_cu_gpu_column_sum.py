@@ -1,5 +1,5 @@
-"""The bias gradient on a GPU against the CPU's bits: every build, layouts, ragged sizes, specials, pieces of the rows, more than
-2^31 elements, streams and graphs."""
+"""The bias gradient on a GPU against the CPU's bits: every build, layouts, ragged sizes, specials, pieces of the rows,
+more than 2^31 elements, streams and graphs."""
 
 from __future__ import annotations
 

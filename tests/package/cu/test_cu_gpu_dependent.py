@@ -1,5 +1,5 @@
-"""Programmatic dependent launch: kernels that start while the one before them still runs see all that it writes, and write
-nothing that it still reads. Eager and in captured graphs, with the switch on and off."""
+"""Programmatic dependent launch: kernels that start while the one before them still runs see all that it writes, and
+write nothing that it still reads. Eager and in captured graphs, with the switch on and off."""
 
 from __future__ import annotations
 

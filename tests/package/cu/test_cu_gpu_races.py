@@ -1,6 +1,6 @@
-"""Races that no checker sees, since TMA and wgmma reach shared memory by the asynchronous proxy: kernels whose roles sleep at
-random give the bits of those that do not, and one that gives a stage back before it has read it does not, so the sleep does
-move the roles."""
+"""Races that no checker sees, since TMA and wgmma reach shared memory by the asynchronous proxy: kernels whose roles
+sleep at random give the bits of those that do not, and one that gives a stage back before it has read it does not, so
+the sleep does move the roles."""
 
 from __future__ import annotations
 

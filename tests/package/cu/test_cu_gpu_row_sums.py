@@ -1,4 +1,5 @@
-"""Sums of rows by row_sums.cu on a GPU against the CPU's bits: every tile forced, rows in parts, layouts, ragged sizes, specials."""
+"""Sums of rows by row_sums.cu on a GPU against the CPU's bits: every tile forced, rows in parts, layouts, ragged sizes,
+specials."""
 
 from __future__ import annotations
 
@@ -94,12 +95,14 @@ def test_rows_in_parts(kind: RowKind, dtype: DType) -> None:
 
 
 def test_what_callers_get() -> None:
-    """Layouts of a model through the public function: GQA's expand, a mean of everything, sums over rows, short rows."""
+    """Layouts of a model through the public function: GQA's expand, a mean of everything, sums over rows,
+    short rows."""
     cupy = pytest.importorskip("cupy")
     for number, (shape, axis, dtype) in enumerate(
         (
             ((2, 8, 4, 33, 128), 2, BF16), ((3, 5, 7, 9), 1, F16), ((1, 3_000_001), 1, F32), ((5000, 260), 0, F32),
-            ((4096, 40), 0, BF16), ((9000, 4), 1, BF16), ((700, 128), 1, BF16), ((3, 300_000), 1, BF16), ((6, 2, 5, 2), 0, F32),
+            ((4096, 40), 0, BF16), ((9000, 4), 1, BF16), ((700, 128), 1, BF16), ((3, 300_000), 1, BF16),
+            ((6, 2, 5, 2), 0, F32),
         )
     ):  # fmt: skip
         host = operands.generate("normal", dtype, (int(np.prod(shape)), 1), number).reshape(shape)

@@ -1,5 +1,5 @@
-"""The row operations on a GPU against the CPU's bits: every tile forced, layouts, ragged sizes, specials, wide rows, streams,
-graphs."""
+"""The row operations on a GPU against the CPU's bits: every tile forced, layouts, ragged sizes, specials, wide rows,
+streams, graphs."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def test_wide_rows(kind: RowKind) -> None:
 
 
 def test_a_sum_that_leaves_64_bits() -> None:
-    """Two million of the largest terms of an exponent; the same and one that brings them down; one unit, the last of 65 bits,
-    that lifts the sum over the half of its last place."""
+    """Two million of the largest terms of an exponent; the same and one that brings them down; one unit, the last of 65
+    bits, that lifts the sum over the half of its last place."""
     import cupy
 
     width = (1 << 21) + 5

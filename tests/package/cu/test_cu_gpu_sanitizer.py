@@ -151,8 +151,8 @@ def test_wgmma_watched(contract: Contract, loads: tuple[Load, Load], m: int) -> 
 @pytest.mark.parametrize("load", Load, ids=lambda load: load.name)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
-    """More columns than a grid's CTAs, rows that end within a stage and fill the ring more than once; with a batch where
-    rows are found by division."""
+    """More columns than a grid's CTAs, rows that end within a stage and fill the ring more than once; with a batch
+    where rows are found by division."""
     import cupy
 
     shape = (3, 190, 72) if load == Load.MN_MAJOR else (1, 570, 72) if load == Load.K_MAJOR else (3, 190, 71)
@@ -184,8 +184,8 @@ def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
 @pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_the_row_operations_watched(dtype: DType, kind: RowKind) -> None:
-    """Every tile, more rows than a grid's CTAs, rows that end within a piece, and where a tile does not hold them, several
-    times its columns; with a batch where rows are found by division."""
+    """Every tile, more rows than a grid's CTAs, rows that end within a piece, and where a tile does not hold them,
+    several times its columns; with a batch where rows are found by division."""
     import cupy
 
     def uploaded(host: np.ndarray) -> TensorView:

@@ -1,5 +1,5 @@
-"""The scattered sum on a GPU against the replay's bits: every build, layouts, distributions of the index, specials, pieces of the
-sources, streams and graphs."""
+"""The scattered sum on a GPU against the replay's bits: every build, layouts, distributions of the index, specials,
+pieces of the sources, streams and graphs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from detkern.vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 pytestmark = pytest.mark.gpu
 
 DTYPES = (F32, F16, BF16)
-# Sources, columns, rows: one tile of the sort and more, rows of one and of many sources, fewer columns than a piece, more than a
-# task, more rows than 16 bits count.
+# Sources, columns, rows: one tile of the sort and more, rows of one and of many sources, fewer columns than a piece,
+# more than a task, more rows than 16 bits count.
 SHAPES = [
-    (1, 1, 1), (40, 5, 3), (65, 129, 1), (300, 8, 5), (4096, 4, 300), (4097, 9, 300), (20_000, 1, 70_000), (700, 4100, 17),
+    (1, 1, 1), (40, 5, 3), (65, 129, 1), (300, 8, 5), (4096, 4, 300), (4097, 9, 300), (20_000, 1, 70_000),
+    (700, 4100, 17),
 ]  # fmt: skip
 DISTRIBUTIONS = ("any", "half of them one", "one", "ascending", "none")
 

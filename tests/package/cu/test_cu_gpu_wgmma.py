@@ -1,4 +1,5 @@
-"""Every tile of the wgmma kernels against the general kernels' bits: odd sizes, load paths, epilogues, batches, grids."""
+"""Every tile of the wgmma kernels against the general kernels' bits: odd sizes, load paths, epilogues, batches,
+grids."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ EPILOGUES = (
     Epilogue(F32, accumulate=True, mode="columns"),
     Epilogue(None, F32, mode="columns"),
 )
-# (m, n, k): few rows for the tiles that hold few, single rows and columns, ends of k in every place of a block of 64, 128
-# and 256, more blocks than the deepest ring, several tiles each way, lines of whole boxes (which one copy takes).
+# (m, n, k): few rows for the tiles that hold few, single rows and columns, ends of k in every place of a block of 64,
+# 128 and 256, more blocks than the deepest ring, several tiles each way, lines of whole boxes (which one copy takes).
 SIZES = (
     (1, 264, 7),
     (1, 1000, 2600),
@@ -143,8 +144,8 @@ class Expected:
 @pytest.mark.parametrize(("m", "n", "k"), SIZES, ids=lambda size: str(size))
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
 def test_every_tile_has_the_general_kernels_bits(contract: Contract, dtype: DType, m: int, n: int, k: int) -> None:
-    """Half of the epilogues a tile and load path, in turn, so that each tile meets each over the sizes; the memory around
-    the output is compared as well."""
+    """Half of the epilogues a tile and load path, in turn, so that each tile meets each over the sizes; the memory
+    around the output is compared as well."""
     import cupy
 
     expected = Expected(contract, dtype, m, n, k)
@@ -220,8 +221,8 @@ def test_the_general_kernel_has_the_replays_bits(contract: Contract, dtype: DTyp
 
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)
 def test_chains_of_negative_zeros_end_at_zero(contract: Contract, dtype: DType) -> None:
-    """A chain starts from +0, so that products that are all -0 leave it there; kernels that start it with a product must
-    do so as well. Outputs of either 16-bit type: of mma16 they are rounded without adding the contract's + 0."""
+    """A chain starts from +0, so that products that are all -0 leave it there; kernels that start it with a product
+    must do so as well. Outputs of either 16-bit type: of mma16 they are rounded without adding the contract's + 0."""
     import cupy
 
     m, n, k = 258, 136, 2048  # whole steps: what is filled up with zeros would bring +0
@@ -243,8 +244,8 @@ def test_chains_of_negative_zeros_end_at_zero(contract: Contract, dtype: DType) 
 
 
 def _layouts(loads: tuple[Load, Load]) -> list[tuple[str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]]:
-    """(what, the order in which a's, b's and the output's axes (batch, row, column) are stored); no order for a b that is
-    the same for the whole batch."""
+    """(what, the order in which a's, b's and the output's axes (batch, row, column) are stored); no order for a b that
+    is the same for the whole batch."""
     apart = {Load.K_MAJOR: ((0, 1, 2), (0, 2, 1)), Load.MN_MAJOR: ((0, 2, 1), (0, 1, 2))}
     between = {Load.K_MAJOR: ((1, 0, 2), (2, 0, 1)), Load.MN_MAJOR: ((2, 0, 1), (1, 0, 2))}
     return [
@@ -301,8 +302,8 @@ def test_batches_by_every_tile(contract: Contract, dtype: DType, loads: tuple[Lo
 @pytest.mark.parametrize(("heads", "sharing"), [(6, 1), (2, 3)], ids=["a-head-each", "heads-that-share"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_attention_in_the_layout_of_models(dtype: DType, heads: int, sharing: int) -> None:
-    """q, k and v as [B, L, H, D]: two batch dimensions that do not merge, or heads of which several share one of k and v. Scores
-    and their products with v, by every tile, into both layouts of the output."""
+    """q, k and v as [B, L, H, D]: two batch dimensions that do not merge, or heads of which several share one of k and
+    v. Scores and their products with v, by every tile, into both layouts of the output."""
     import cupy
 
     batches, length, keys, depth = 3, 200, 136, 64
@@ -328,7 +329,8 @@ def test_attention_in_the_layout_of_models(dtype: DType, heads: int, sharing: in
             (strides[0], strides[1], 0, *strides[2:]), dtype, DEVICE, array=k_view.array,
         )  # fmt: skip
     turned = TensorView(
-        k_view.pointer, (*k_view.shape[:-2], depth, keys), (*k_view.strides[:-2], *k_view.strides[:-3:-1]), dtype, DEVICE,
+        k_view.pointer, (*k_view.shape[:-2], depth, keys), (*k_view.strides[:-2], *k_view.strides[:-3:-1]), dtype,
+        DEVICE,
         array=k_view.array,
     )  # fmt: skip
     expected = replay(MMA16, q, np.ascontiguousarray(np.swapaxes(k, -1, -2)))

@@ -1,5 +1,5 @@
-"""What the self-check hands to the kernels and what it gets back, in memory of the host under CuPy's names, with the replay in
-the kernels' place."""
+"""What the self-check hands to the kernels and what it gets back, in memory of the host under CuPy's names, with the
+replay in the kernels' place."""
 
 from __future__ import annotations
 

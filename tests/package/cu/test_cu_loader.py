@@ -1,4 +1,5 @@
-"""From kernel source to loaded function: architectures, NVRTC's log, the cache on disk, and what a capture may not do."""
+"""From kernel source to loaded function: architectures, NVRTC's log, the cache on disk,
+and what a capture may not do."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ def test_a_cache_that_cannot_be_written_is_said_and_used(
 
 
 def test_kernels_are_compiled_ahead_by_several_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the package's own sources, since the processes begin afresh: the smallest kernel, twice in different types."""
+    """With the package's own sources, since the processes begin afresh: the smallest kernel,
+    twice in different types."""
     monkeypatch.setenv("DETKERN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(config, "cache_dir", tmp_path)
     from detkern.cu.gemm_tile import Load, build_for, tiles_for

@@ -1,5 +1,5 @@
-"""Hopper's main loop, ring, producer and roles in a kernel that is not detkern's, with a walk and an epilogue of its own:
-tests/kernels/grouped_row_max.cu, which includes them as they are."""
+"""Hopper's main loop, ring, producer and roles in a kernel that is not detkern's, with a walk and an epilogue of its
+own: tests/kernels/grouped_row_max.cu, which includes them as they are."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_parts_read_no_macro_of_a_kernel() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [(256, 0, 1, 300, 128, 127), (0, 700), (640,)], ids=str)
 def test_the_other_kernel_has_the_products_bits(counts: tuple[int, ...], beside_the_kernels: None) -> None:
-    """Rows of groups of any size, against mma16's products of each group; rows behind the last group and what the output held
-    before stay."""
+    """Rows of groups of any size, against mma16's products of each group; rows behind the last group and what the
+    output held before stay."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import detkern
     from detkern.cu import geometry, launch

@@ -43,7 +43,8 @@ def test_every_field_is_where_the_kernel_says() -> None:
     found = {name: struct.unpack_from(form, block, offset) for name, (offset, form) in fields.items()}
     rest = (0,) * (row_sums.MAX_SUM_RANK - 2)
     assert found == {
-        "a": (1,), "unused": (0,), "out": (3,), "rows": (105,), "m": (7,), "n": (9,), "a_row_stride": (13,), "a_col_stride": (2,),
+        "a": (1,), "unused": (0,), "out": (3,), "rows": (105,), "m": (7,), "n": (9,), "a_row_stride": (13,),
+        "a_col_stride": (2,),
         "out_row_stride": (20,), "parts": (1,), "part_columns": (chosen.part_columns,), "out_dtype": (2,), "mean": (1,),
         "batch_rank": (2,), "padding": (0,), "batch_shape": (3, 5, *rest), "a_batch_strides": (1100, 200, *rest),
         "out_batch_strides": (1, 4, *rest), "scratch": (0,),

@@ -1,5 +1,5 @@
-"""The CUDA side of the row operations without a device: the argument block against the kernel file, the constants against the
-CPU's, the choice of a build, the launch on a driver that only takes notes, and what is offered where."""
+"""The CUDA side of the row operations without a device: the argument block against the kernel file, the constants
+against the CPU's, the choice of a build, the launch on a driver that only takes notes, and what is offered where."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_every_field_is_where_the_kernel_says() -> None:
     found = {name: struct.unpack_from(form, block, offset) for name, (offset, form) in fields.items()}
     rest = (0,) * (rows.MAX_SUM_RANK - 2)
     assert found == {
-        "a": (1,), "b": (2,), "out": (3,), "rows": (105,), "m": (7,), "n": (9,), "a_row_stride": (13,), "a_col_stride": (2,),
+        "a": (1,), "b": (2,), "out": (3,), "rows": (105,), "m": (7,), "n": (9,), "a_row_stride": (13,),
+        "a_col_stride": (2,),
         "b_row_stride": (10,), "b_col_stride": (1,), "out_row_stride": (20,), "out_col_stride": (-30,), "a_dtype": (3,),
         "out_dtype": (2,), "batch_rank": (2,), "unused": (0,),
         "batch_shape": (3, 5, *rest), "a_batch_strides": (1100, 200, *rest), "b_batch_strides": (900, 150, *rest),

@@ -1,5 +1,5 @@
-"""The scattered sum's CUDA side without a device: argument blocks against the kernel files, the division of the work, the launches
-on a driver that only takes notes."""
+"""The scattered sum's CUDA side without a device: argument blocks against the kernel files, the division of the work,
+the launches on a driver that only takes notes."""
 
 from __future__ import annotations
 

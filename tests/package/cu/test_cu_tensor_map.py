@@ -1,4 +1,5 @@
-"""What TMA is told of operands and outputs, and what it cannot be told; the maps themselves on a driver that only takes notes."""
+"""What TMA is told of operands and outputs, and what it cannot be told; the maps themselves on a driver that only takes
+notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model of a tile's time: its limits, what it must not do off the sizes that it was fitted to, and its stored numbers."""
+"""The model of a tile's time: its limits, what it must not do off the sizes that it was fitted to, and its stored
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of what backends need: each requirement, on made-up devices, in the error of a call and in `detkern info`."""
+"""The table of what backends need: each requirement, on made-up devices,
+in the error of a call and in `detkern info`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is said of a check: that a device does not offer something, that a check raised, how the checks of a device came out.
-The checks themselves are tested with the backends that run them."""
+"""What is said of a check: that a device does not offer something, that a check raised, how the checks of a device came
+out. The checks themselves are tested with the backends that run them."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def test_every_other_state_of_the_file_is_damage(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     # In another process: a fault here hangs.
-    asked = f"from pathlib import Path; from detkern.files.sealed import damage; print(damage(Path({str(tmp_path / 'pipe')!r})))"
+    pipe = str(tmp_path / "pipe")
+    asked = f"from pathlib import Path; from detkern.files.sealed import damage; print(damage(Path({pipe!r})))"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=30, check=True).stdout
     assert said == f"{tmp_path / 'pipe'} is not a regular file\n"

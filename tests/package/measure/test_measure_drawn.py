@@ -8,7 +8,7 @@ import pytest
 from small_products import LAYER
 
 from detkern.measure import drawn, models
-from detkern.measure.drawn import Drawn, draw
+from detkern.measure.drawn import Drawn, draw, draw_head
 from detkern.measure.shapes import Product
 
 
@@ -69,3 +69,20 @@ def test_bytes_are_of_the_output_that_is_written() -> None:
     one = Drawn(7, "db_f32", "a", product, output_f32=True)
     assert one.bytes == 2 * (3 * 24 + 3 * 40) + 4 * 24 * 40
     assert one.sizes == (24, 40, 3)
+
+
+def test_heads_are_those_of_whole_models_at_any_number_of_rows() -> None:
+    """The first ones are written down, as those of products are."""
+    first = [(head.model, head.vocabulary, head.width, head.rows) for head in map(draw_head, [23] * 3, range(3))]
+    assert first == [
+        ("llama2-7b", 32000, 4096, 434), ("qwen3-8b", 151936, 4096, 305), ("qwen2.5-7b", 152064, 3584, 7098),
+    ]  # fmt: skip
+    heads = [draw_head(1, index) for index in range(400)]
+    assert {head.width for head in heads} >= {896, 8192}
+    assert max(head.width for head in heads) == 8192
+    assert (min(head.vocabulary for head in heads), max(head.vocabulary for head in heads)) == models.VOCABULARIES
+    rows = sorted(head.rows for head in heads)
+    assert rows[0] <= 2
+    assert 60 < rows[200] < 240
+    assert rows[-1] > 12_000
+    assert all(4 * head.rows * head.vocabulary <= drawn.LARGEST_LOGITS_BYTES for head in heads)

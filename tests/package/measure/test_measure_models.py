@@ -28,7 +28,8 @@ def test_models_are_published_and_their_layers_those_of_the_configuration() -> N
     assert v3["router"] == (256, 7168)
     assert v3["expert_gate_up"] == (4096, 7168)
     assert v3["expert_down"] == (7168, 2048)
-    # Four key-value heads on eight ranks are repeated; a vocabulary that eight does not divide is padded when it is cut.
+    # Four key-value heads on eight ranks are repeated; a vocabulary that eight does not divide is padded when it is
+    # cut.
     assert models.layers(found["qwen3-30b-a3b"], 8)["k"] == (128, 2048)
     assert models.layers(found["granite3.0-8b"], 1)["lm_head"] == (49155, 4096)
     assert models.layers(found["granite3.0-8b"], 8)["lm_head"] == (49216 // 8, 4096)

@@ -1,5 +1,6 @@
-"""Peers compute the product that they are asked for: cuBLASLt's list through a library that reads what it is told, the persistent
-Triton kernel in Triton's interpreter, other libraries through fakes; and settings hold only while a peer is called."""
+"""Peers compute the product that they are asked for: cuBLASLt's list through a library that reads what it is told, the
+persistent Triton kernel in Triton's interpreter, other libraries through fakes; and settings hold only while a peer is
+called."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ INTERPRETED = Path(__file__).parents[2] / "triton_interpreted_persistent.py"
 
 
 class Library:
-    """libcublasLt as cublasLt.h describes it, on the CPU: column-major matrices, a list of algorithms of which the last one
-    fails. Reads the arguments as the C functions would."""
+    """libcublasLt as cublasLt.h describes it, on the CPU: column-major matrices, a list of algorithms of which the last
+    one fails. Reads the arguments as the C functions would."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
@@ -187,7 +188,8 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_persistent_kernel_computes_products() -> None:
     """In Triton's interpreter, which has to be asked for before Triton is imported."""
     done = subprocess.run(
-        [sys.executable, str(INTERPRETED)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+        [sys.executable, str(INTERPRETED)], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "4 products"
@@ -248,7 +250,8 @@ def test_peers_that_are_not_here_are_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_libraries_are_called_as_they_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes that compute what DeepGEMM ([M, K] and [N, K], any strides) and sgemm-bi (pointers, weights [K, N]) would."""
+    """Fakes that compute what DeepGEMM ([M, K] and [N, K], any strides) and sgemm-bi (pointers, weights [K,
+    N]) would."""
     deep = types.ModuleType("deep_gemm")
     deep.bf16_gemm_nt = lambda a, b, d: d.copy_(a @ b.T)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deep_gemm", deep)

@@ -1,4 +1,5 @@
-"""The emulated MUSA and Ascend libraries against the CPU backend, bit for bit: sizes, operands, entry points, layouts, types."""
+"""The emulated MUSA and Ascend libraries against the CPU backend, bit for bit: sizes, operands, entry points, layouts,
+types."""
 
 from __future__ import annotations
 
@@ -263,8 +264,8 @@ def powers(fields: np.ndarray, stored: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("backend", ["musa", "ascend"])
 @pytest.mark.parametrize("contract", [FMA, TREE])
 def test_bfloat16_products_about_the_ends_of_the_exact_range(backend: str, contract: str) -> None:
-    """Products of odd significands on both sides of 2^-134 and of 2^128, beside accumulators of an odd last place: one that
-    is rounded on its own shows in a tie."""
+    """Products of odd significands on both sides of 2^-134 and of 2^128, beside accumulators of an odd last place: one
+    that is rounded on its own shows in a tie."""
     odd = np.array([1, 3, 31, 65, 97, 127])
     lasts = np.array([0, 1, 2, 3, 0x7FFFFF, 0x800001], np.uint32).view(np.float32)  # in units of 2^-149
     for field in (0, 1, 2, 60, 110, 113, 117, 118, 119, 125, 130, 190, 250, 254):
@@ -286,7 +287,8 @@ def test_bfloat16_products_about_the_ends_of_the_exact_range(backend: str, contr
 
 
 def test_deep_trees_have_fewer_rows_to_a_tile_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for a few waiting nodes alone, Ascend's tiles go down to one row, as K = 2^30 makes them with the real size."""
+    """With room for a few waiting nodes alone, Ascend's tiles go down to one row, as K = 2^30 makes them with the real
+    size."""
     monkeypatch.setenv("DETKERN_EMULATE_LEVEL_BYTES", "4096")
     for k in (40, 100, 250, 500, 2000):
         a, b = generate("wide", BF16, (9, k), 27), generate("wide", BF16, (k, 20), 28)

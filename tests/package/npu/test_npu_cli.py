@@ -1,4 +1,5 @@
-"""`detkern info` and `verify` with the NPU backends: emulated libraries on the CPU, and devices that PyTorch extensions bring."""
+"""`detkern info` and `verify` with the NPU backends: emulated libraries on the CPU, and devices that PyTorch extensions
+bring."""
 
 from __future__ import annotations
 

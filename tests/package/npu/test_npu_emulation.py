@@ -1,5 +1,5 @@
-"""The emulation headers themselves: barriers and shared memory of a block of threads; every mistake in waiting, addressing and
-queueing that the Ascend C one has to find."""
+"""The emulation headers themselves: barriers and shared memory of a block of threads; every mistake in waiting,
+addressing and queueing that the Ascend C one has to find."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_mistakes_of_a_kernel_are_found(probes: dict[str, ctypes.CDLL], mistake:
 
 @pytest.mark.parametrize("kind", operands.KINDS)
 def test_the_integer_multiply_add_rounds_once(probes: dict[str, ctypes.CDLL], kind: str) -> None:
-    """Against the host's fma: factors of every kind, with addends of every kind and ones that nearly cancel the product."""
+    """Against the host's fma: factors of every kind, with addends of every kind and ones that nearly cancel the
+    product."""
     count = 20000
     a, b = (operands.generate(kind, BF16, (count,), seed).astype(np.float32) for seed in (1, 2))
     with np.errstate(all="ignore"):

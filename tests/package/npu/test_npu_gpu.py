@@ -1,4 +1,5 @@
-"""npu/musa/det_gemm.mu compiled by nvcc against a shim that calls musa* cuda*, on an NVIDIA GPU: the `cuda` backend's bits."""
+"""npu/musa/det_gemm.mu compiled by nvcc against a shim that calls musa* cuda*, on an NVIDIA GPU: the `cuda` backend's
+bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which library serves, what is said where none can, and a platform's own devices: torch_musa's and torch_npu's tensors by
-pointer on their current stream (stand-ins here), scratch from their allocator, the self-check on first use."""
+"""Which library serves, what is said where none can, and a platform's own devices: torch_musa's and torch_npu's tensors
+by pointer on their current stream (stand-ins here), scratch from their allocator, the self-check on first use."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ class FakeDevice(NamedTuple):
 
 
 def fake_torch(kind: str, attribute: str) -> Any:
-    """A module like PyTorch with a vendor's extension: tensors of its device whose memory is the host's, and its stream."""
+    """A module like PyTorch with a vendor's extension: tensors of its device whose memory is the host's, and its
+    stream."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     device = FakeDevice(kind, 1)
 

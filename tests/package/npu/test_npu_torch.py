@@ -1,4 +1,5 @@
-"""Training on the emulated NPU libraries: detkern.torch on CPU tensors with the backend named, every bit the CPU backend's."""
+"""Training on the emulated NPU libraries: detkern.torch on CPU tensors with the backend named, every bit the CPU
+backend's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gradient rules without a framework: carried out in NumPy they are the gradients, in the order that is promised."""
+"""The gradient rules without a framework: carried out in NumPy they are the gradients,
+in the order that is promised."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ def test_linear_gradients_are_the_derivatives(x_shape: tuple[int, ...]) -> None:
 def test_a_broadcast_operand_gets_one_chain_over_batch_and_row(
     a_shape: tuple[int, ...], b_shape: tuple[int, ...]
 ) -> None:
-    """Position k of a gradient's chain holds, for b, row m of batch index i with k = i * M + m, and for a, column n with
-    k = i * N + n, where i counts the broadcast dimensions in row-major order."""
+    """Position k of a gradient's chain holds, for b, row m of batch index i with k = i * M + m, and for a, column n
+    with k = i * N + n, where i counts the broadcast dimensions in row-major order."""
     a, b = np.zeros(a_shape), np.zeros(b_shape)
     product = a @ b
     batch = product.shape[: product.ndim - (a.ndim > 1) - (b.ndim > 1)]

@@ -1,4 +1,5 @@
-"""The gradient rules of row operations, on frameworks of a few lines: what NumPy and JAX need is all that the rules use."""
+"""The gradient rules of row operations, on frameworks of a few lines: what NumPy and JAX need is all that the rules
+use."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def test_against_float32_additions_in_order(dtype: DType, kind: str) -> None:
 
 
 def test_long_chains_are_chains() -> None:
-    """A row that many sources name, of more elements than the replay takes at once, against NumPy's unbuffered additions."""
+    """A row that many sources name, of more elements than the replay takes at once, against NumPy's unbuffered
+    additions."""
     for m, n in ((300_000, 1), (3000, 100), (40, 8000)):
         source, index = generate("cancel", F32, (m, n), 1), drawn(m, 2, 5)
         expected = np.zeros((2, n), np.float32)
@@ -164,8 +165,10 @@ def test_types_of_index(wanted: DType) -> None:
     assert same(detkern.scatter_sum(source, index.astype(wanted.numpy), 6), sequential(source, index, 6))
     with pytest.raises(DTypeError, match="index is float32; scatter_sum takes int32 and int64"):
         detkern.scatter_sum(source, index.astype(np.float32), 6)
-    with pytest.raises(DTypeError, match="index is uint8"):
+    with pytest.raises(DTypeError, match=r"index is uint8; .* int32 or int64: cast it, as in index.astype\(np.int64\)"):
         detkern.scatter_sum(source, index.astype(np.uint8), 6)
+    with pytest.raises(DTypeError, match=r"index is not an array but list; .* np.asarray\(index, np.int64\)"):
+        detkern.scatter_sum(source, index.tolist(), 6)
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

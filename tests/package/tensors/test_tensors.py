@@ -554,7 +554,8 @@ def test_a_cupy_array_beyond_its_memory_is_refused() -> None:
     ):
         assert adapter.view(array(whole, offset, shape, strides), "a").pointer == 4096 + offset
     for offset, shape, strides, needed in (
-        (0, (17, 8), (32, 4), "bytes 0 to 544"), (484, (8,), (4,), "bytes 484 to 516"), (8, (8,), (-4,), "bytes -20 to 12"),
+        (0, (17, 8), (32, 4), "bytes 0 to 544"), (484, (8,), (4,), "bytes 484 to 516"),
+        (8, (8,), (-4,), "bytes -20 to 12"),
     ):  # fmt: skip
         for read in (adapter.view, adapter.out_view):
             with pytest.raises(ArgumentError, match=f"a .* holds 512 bytes and the array needs {needed} of it"):

@@ -31,8 +31,8 @@ def stack(dtype: DType, device: str, **options: Any) -> Any:
 
 
 def train(model: Any, dtype: DType, device: str, micro_batches: int, steps: int = 3) -> list[Any]:
-    """AdamW on float32 master weights; the gradient of each step is what `main_grad` gathered over the micro-batches. The
-    loss is a sum over rows, so that it is the same whatever the cut."""
+    """AdamW on float32 master weights; the gradient of each step is what `main_grad` gathered over the micro-batches.
+    The loss is a sum over rows, so that it is the same whatever the cut."""
     parameters = list(model.parameters())
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, foreach=False)

@@ -1,4 +1,5 @@
-"""The Triton backend on a GPU: the CUDA backend's bits on odd sizes, layouts, epilogues, batches and the benchmark's shapes."""
+"""The Triton backend on a GPU: the CUDA backend's bits on odd sizes, layouts, epilogues, batches and the benchmark's
+shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The Triton kernels without a GPU: their bits and indexing under Triton's interpreter, what Triton compiles them for, and
-that they compile for the GPUs that they are meant for.
+"""The Triton kernels without a GPU: their bits and indexing under Triton's interpreter, what Triton compiles them for,
+and that they compile for the GPUs that they are meant for.
 
-The interpreter's fused multiply-add rounds once from Triton 3.9 on, so `fma` and `tree` have every bit there (before, those of
-f16); its tl.dot is NumPy's product, so `mma16` and `tree-mma16` are run on whole numbers, whose sums are exact in any order.
+The interpreter's fused multiply-add rounds once from Triton 3.9 on, so `fma` and `tree` have every bit there (before,
+those of f16); its tl.dot is NumPy's product, so `mma16` and `tree-mma16` are run on whole numbers, whose sums are exact
+in any order.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def _kernel(module: str, name: str) -> Any:
 
 @pytest.mark.parametrize(("module", "name"), KERNELS)
 def test_triton_specialises_on_no_value(module: str, name: str) -> None:
-    """Each class that Triton tells apart: 0, 1, multiples of 16 and others, 32 and 64 bits, negative. For each argument on
-    its own, and for all at once, what Triton would compile is the same."""
+    """Each class that Triton tells apart: 0, 1, multiples of 16 and others, 32 and 64 bits, negative. For each argument
+    on its own, and for all at once, what Triton would compile is the same."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -87,7 +88,8 @@ def _plain(value) -> None:  # type: ignore[no-untyped-def]  # an annotation woul
 
 
 def test_kernels_are_plain_and_pinned() -> None:
-    """No autotuning, no heuristics: a kernel is compiled for the constants that geometry.py gives, and for nothing else."""
+    """No autotuning, no heuristics: a kernel is compiled for the constants that geometry.py gives, and for nothing
+    else."""
     for module, name in KERNELS:
         kernel = _kernel(module, name)
         assert type(kernel).__name__ == "JITFunction"

@@ -14,8 +14,8 @@
 
 // A warp holds ROWS x COLUMNS outputs, in fragments [ROWS / 16][COLUMNS / 8][4] as mma.sync lays them out: rows g and g
 // + 8, columns 2t and 2t + 1 (g = lane / 4, t = lane % 4). WARP_ROWS warps of a CTA lie below one another, the next
-// ones COLUMN_STEP columns to their right. OVERLAPS: tiles lie over one another (TileWalk::output), and of each only the
-// outputs from its own place on are written.
+// ones COLUMN_STEP columns to their right. OVERLAPS: tiles lie over one another (TileWalk::output), and of each only
+// the outputs from its own place on are written.
 template <int ROWS, int COLUMNS, int WARP_ROWS, int COLUMN_STEP = COLUMNS, bool OVERLAPS = false>
 class OutputSlab {
  public:

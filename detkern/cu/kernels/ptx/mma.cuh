@@ -31,8 +31,8 @@ DETKERN_INLINE void store_matrices(uint32_t address, uint32_t low, uint32_t high
                : "memory");
 }
 
-// Stores the words of two pieces as columns: each lane gives the address of eight elements of one column. Lanes 0 to 7 those
-// of `low`, 8 to 15 of `high`, and so on.
+// Stores the words of two pieces as columns: each lane gives the address of eight elements of one column. Lanes 0 to 7
+// those of `low`, 8 to 15 of `high`, and so on.
 DETKERN_INLINE void store_matrices_transposed(uint32_t address, uint32_t low, uint32_t high, uint32_t low2,
                                               uint32_t high2) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(low),

@@ -1,4 +1,5 @@
-// The 16-bit arithmetic of the contracts: exact to binary32, one rounding back. Section numbers are those of the PTX ISA 8.x.
+// The 16-bit arithmetic of the contracts: exact to binary32, one rounding back. Section numbers are those of the PTX
+// ISA 8.x.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -3,17 +3,17 @@
 
 #include "ptx/wgmma.cuh"
 
-#define DETKERN_WGMMA_8BIT(N, TYPE_A, TYPE_B, A, B, SCALE)                                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE_A "." TYPE_B " {" DETKERN_D_##N "}, %" #A ", %" #B \
-               ", %" #SCALE ", 1, 1;"                                                                                   \
-               : DETKERN_OUT_##N                                                                                        \
+#define DETKERN_WGMMA_8BIT(N, TYPE_A, TYPE_B, A, B, SCALE)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE_A "." TYPE_B " {" DETKERN_D_##N "}, %" #A        \
+               ", %" #B ", %" #SCALE ", 1, 1;"                                                                         \
+               : DETKERN_OUT_##N                                                                                       \
                : "l"(a), "l"(b), "n"(FROM_ZERO ? 0 : 1))
-#define DETKERN_WIDTH_8BIT(N, A, B, SCALE)                                                                              \
-  if constexpr (WIDTH == N) {                                                                                           \
-    if constexpr (DTYPE_A == E4M3 && DTYPE_B == E4M3) DETKERN_WGMMA_8BIT(N, "e4m3", "e4m3", A, B, SCALE);               \
-    if constexpr (DTYPE_A == E4M3 && DTYPE_B == E5M2) DETKERN_WGMMA_8BIT(N, "e4m3", "e5m2", A, B, SCALE);               \
-    if constexpr (DTYPE_A == E5M2 && DTYPE_B == E4M3) DETKERN_WGMMA_8BIT(N, "e5m2", "e4m3", A, B, SCALE);               \
-    if constexpr (DTYPE_A == E5M2 && DTYPE_B == E5M2) DETKERN_WGMMA_8BIT(N, "e5m2", "e5m2", A, B, SCALE);               \
+#define DETKERN_WIDTH_8BIT(N, A, B, SCALE)                                                                             \
+  if constexpr (WIDTH == N) {                                                                                          \
+    if constexpr (DTYPE_A == E4M3 && DTYPE_B == E4M3) DETKERN_WGMMA_8BIT(N, "e4m3", "e4m3", A, B, SCALE);              \
+    if constexpr (DTYPE_A == E4M3 && DTYPE_B == E5M2) DETKERN_WGMMA_8BIT(N, "e4m3", "e5m2", A, B, SCALE);              \
+    if constexpr (DTYPE_A == E5M2 && DTYPE_B == E4M3) DETKERN_WGMMA_8BIT(N, "e5m2", "e4m3", A, B, SCALE);              \
+    if constexpr (DTYPE_A == E5M2 && DTYPE_B == E5M2) DETKERN_WGMMA_8BIT(N, "e5m2", "e5m2", A, B, SCALE);              \
   }
 
 // As Wgmma16, in steps of 32 k. Both operands are K_MAJOR.

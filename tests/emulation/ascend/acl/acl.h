@@ -1,9 +1,9 @@
 // The subset of the AscendCL runtime that det_gemm.cpp uses, on the host.
 //
-// Memory of the "device" is memory of the host, and the library says so in its capabilities, unless the environment variable
-// DETKERN_EMULATE_DEVICE is set: then it claims to be a real one, for tests of what happens on a device.
-// DETKERN_EMULATE_SATURATION makes the device one that saturates on overflow; DETKERN_EMULATE_LEVEL_BYTES gives the waiting
-// nodes of a tree less memory than the kernel's own choice.
+// Memory of the "device" is memory of the host, and the library says so in its capabilities, unless the environment
+// variable DETKERN_EMULATE_DEVICE is set: then it claims to be a real one, for tests of what happens on a device.
+// DETKERN_EMULATE_SATURATION makes the device one that saturates on overflow; DETKERN_EMULATE_LEVEL_BYTES gives the
+// waiting nodes of a tree less memory than the kernel's own choice.
 #pragma once
 
 #include <cstdint>

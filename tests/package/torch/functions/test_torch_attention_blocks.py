@@ -1,4 +1,5 @@
-"""Attention in blocks: no bit depends on where the blocks are cut, and what is held beside operands and results is bounded."""
+"""Attention in blocks: no bit depends on where the blocks are cut, and what is held beside operands and results is
+bounded."""
 
 from __future__ import annotations
 
@@ -184,5 +185,6 @@ def test_what_is_held_stays_within_the_bound(
             results = run()
         kept = sum(x.numel() * x.element_size() for x in results if x is not None)
         assert 0 < held.peak - kept <= bound
-    # All scores at once would not, of the heads of both sequences: so many elements in binary32 and in the operands' type.
+    # All scores at once would not, of the heads of both sequences: so many elements in binary32 and in the operands'
+    # type.
     assert 2 * heads[0] * length * keys * (4 + q.element_size()) > bound

@@ -338,8 +338,8 @@ def test_calls_that_look_alike_are_told_apart(device: str) -> None:
 
 
 def test_a_lazy_sign_is_not_lost(device: str) -> None:
-    """The imaginary part of a conjugate has the negative bit set and the memory of the positive numbers. Each call comes
-    after the plain one, which has made it ready."""
+    """The imaginary part of a conjugate has the negative bit set and the memory of the positive numbers. Each call
+    comes after the plain one, which has made it ready."""
     z = torch.complex(torch.zeros(8, 8), tensor("normal", F32, (8, 8), 1)).to(device)
     weight = tensor("normal", F32, (8, 8), 2, device)
     bias = torch.zeros(8, device=device, requires_grad=True)
@@ -363,7 +363,8 @@ BAD = [
     (lambda: dt.linear(torch.ones(4, 8), torch.ones(6, 8).half()), detkern.DTypeError, "cast weight"),
     (lambda: dt.linear(torch.ones(4, 8).double(), torch.ones(6, 8).double()), detkern.DTypeError, "x is float64"),
     (lambda: dt.matmul(torch.ones(4, 8), torch.ones(7, 6)), detkern.ShapeError, "K is 8 in a"),
-    (lambda: dt.matmul(torch.ones(4, 8), torch.ones(8, 6), contract="mma16"), NotImplementedError, "takes bf16 and f16|f16"),
+    (lambda: dt.matmul(torch.ones(4, 8), torch.ones(8, 6), contract="mma16"), NotImplementedError,
+        "takes bf16 and f16|f16"),
     (lambda: dt.matmul(torch.ones(4, 8), torch.ones(8, 6), contract="mma"), NotImplementedError, "does not exist"),
     (lambda: dt.matmul(torch.ones(4, 8), np.ones((8, 6))), detkern.DTypeError, "b is not a torch.Tensor but ndarray"),
     (lambda: dt.linear(torch.ones(4, 8), torch.ones(6, 8), out_dtype=torch.int8), detkern.DTypeError, "out_dtype=int8"),

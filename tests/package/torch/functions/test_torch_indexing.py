@@ -1,4 +1,5 @@
-"""Reading and writing by an index in detkern.torch: PyTorch's results, and gradients by the scattered sum, bit for bit."""
+"""Reading and writing by an index in detkern.torch: PyTorch's results, and gradients by the scattered sum,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ KEYS: dict[str, Any] = {
     "a slice between": (I[:3] % 3, slice(None), torch.tensor([0, 0, 2])), "after a slice": (slice(1, 4), [1, 1, 2]),
     "the last": (slice(None), slice(None), [0, 0]), "after an ellipsis": (..., I % 3), "a mask": MASK,
     "a mask and a number": (MASK, 0), "a mask of a line": MASK[:, 0], "None": (None, I), "None behind": (I, None),
-    "one number": torch.tensor(2), "a true": True, "a true tensor": torch.tensor(True), "no element": [],
+    "one number": torch.tensor(2), "a true": True,
+    "a list of slices": [slice(0, 2), 1], "a list of a tensor": [I, 1], "a true tensor": torch.tensor(True),
+    "no element": [],
 }  # fmt: skip
 
 
@@ -259,3 +262,54 @@ def test_positions_reach_no_further_than_the_key() -> None:
     for key, shape, indexed in ((I, (6,), 1), ((slice(None), J), (5, 2, 1), 2), (MASK, (int(MASK.sum()),), 2)):
         where, dimensions = positions(X, key, "cpu")
         assert (tuple(where.shape), dimensions) == (shape, indexed)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "index_add of a matrix of places": (
+        lambda: dt.index_add(whole((5, 3)), 0, I[None, :3], whole((3, 3))), ShapeError, r"index has shape \[1, 3\]"
+    ),
+    "index_add of another type": (
+        lambda: dt.index_add(whole((5, 3)), 0, I[:3], whole((3, 3)).half()), DTypeError, "source is torch.float16 and x"
+    ),
+    "index_add of another type, scaled": (
+        lambda: dt.index_add(whole((5, 3)), 0, I[:3], whole((3, 3)).long(), alpha=2), DTypeError, "source is torch.int"
+    ),
+    "index_add at places that are no whole numbers": (
+        lambda: dt.index_add(whole((5, 3)), 0, I[:3].float(), whole((3, 3))), DTypeError, "index is torch.float32"
+    ),
+    "scatter_add of another type": (
+        lambda: dt.scatter_add(whole((5,)), 0, I, whole((6,)).half()), DTypeError, "src is torch.float16 and x"
+    ),
+    "index_put of another type": (
+        lambda: dt.index_put(whole((5,)), (I,), whole((6,)).half()), DTypeError, "values is torch.float16 and x"
+    ),
+    "scatter_sum of a number": (
+        lambda: dt.scatter_sum(torch.tensor(1.0), torch.tensor(0), 5), ShapeError, r"source has shape \[\]"
+    ),
+    "scatter_sum from another shape": (
+        lambda: dt.scatter_sum(whole((6, 3)), I % 5, 5, initial=whole((4, 3))), ShapeError, r"needs \[5, 3\]"
+    ),
+    "scatter_sum from another type": (
+        lambda: dt.scatter_sum(whole((6, 3)), I % 5, 5, initial=whole((5, 3)).long()), DTypeError, "initial is torch"
+    ),
+    "embedding of a list": (
+        lambda: dt.embedding([0, 1], whole((4, 3))), DTypeError, "tokens is not a torch.Tensor but list"
+    ),
+    "embedding of other numbers": (
+        lambda: dt.embedding(I.float(), whole((5, 3))), DTypeError, "tokens is torch.float32"
+    ),
+    "embedding in a list": (lambda: dt.embedding(I, [[1.0]]), DTypeError, "weight is not a torch.Tensor but list"),
+    "embedding that ignores half a row": (
+        lambda: dt.embedding(I, whole((5, 3)), padding_idx=1.5), ArgumentError, "padding_idx=1.5 must be a whole number"
+    ),
+    "embedding that accumulates 'no'": (
+        lambda: dt.embedding(I, whole((5, 3)), accumulate="no"), ArgumentError, "accumulate='no' must be True or False"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_do_not_fit_are_named(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,4 +1,5 @@
-"""accumulate=True: which backward adds to main_grad, one accumulator for each use, and how an optimizer gets the sum."""
+"""accumulate=True: which backward adds to main_grad, one accumulator for each use,
+and how an optimizer gets the sum."""
 
 from __future__ import annotations
 

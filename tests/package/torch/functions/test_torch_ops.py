@@ -1,5 +1,5 @@
-"""The registered ops and whatever goes through them: torch.compile, torch.export, autocast, torch.func, modes. The bits are
-always those of the eager call."""
+"""The registered ops and whatever goes through them: torch.compile, torch.export, autocast, torch.func, modes. The bits
+are always those of the eager call."""
 
 from __future__ import annotations
 
@@ -64,14 +64,17 @@ OPCHECKS = {
         tensor("normal", F32, (8,), 3, d, True), None, None, "mma16", torch.float32, None,
     ),
     "matmul": lambda d: (
-        tensor("normal", F32, (3, 1, 4, 16), 1, d, True), tensor("normal", F32, (2, 16, 5), 2, d, True), "fma", None, None,
+        tensor("normal", F32, (3, 1, 4, 16), 1, d, True), tensor("normal", F32, (2, 16, 5), 2, d, True), "fma", None,
+        None,
     ),
     "bias_gradient": lambda d: (tensor("normal", BF16, (3, 4, 16), 1, d, True), torch.float32, None),
     "matmul_accumulate_": lambda d: (
-        tensor("normal", F32, (8, 5), 1, d), tensor("normal", BF16, (8, 16), 2, d), tensor("normal", BF16, (16, 5), 3, d),
+        tensor("normal", F32, (8, 5), 1, d), tensor("normal", BF16, (8, 16), 2, d),
+        tensor("normal", BF16, (16, 5), 3, d),
         "mma16", None,
     ),
-    "bias_gradient_accumulate_": lambda d: (tensor("normal", F32, (8,), 1, d), tensor("normal", BF16, (3, 8), 2, d), None),
+    "bias_gradient_accumulate_": lambda d: (tensor("normal", F32, (8,), 1, d), tensor("normal", BF16, (3, 8), 2, d),
+        None),
 }  # fmt: skip
 
 
@@ -101,7 +104,8 @@ def test_the_op_and_the_way_past_it_give_the_same_bits(name: str, device: str) -
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_mlp_has_the_bits_of_eager(backend: str, device: str) -> None:
-    """fullgraph=True raises at any graph break. Inductor computes a GELU in other bits than eager PyTorch, but no ReLU."""
+    """fullgraph=True raises at any graph break.
+    Inductor computes a GELU in other bits than eager PyTorch, but no ReLU."""
     model, x = mlp(device), tensor("normal", BF16, (2, 9, 48), 1, device, True)
     if backend == "inductor":
         model[1] = torch.nn.ReLU()

@@ -1,4 +1,5 @@
-"""Ops made of records alone, on records that are made up of row operations which have ops of their own to compare with."""
+"""Ops made of records alone, on records that are made up of row operations which have ops of their
+own to compare with."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _shape_of(variant: str, shapes: Sequence[Sequence[Any]]) -> Sequence[Any]:
 
 
 RECORD: Operation[Any] = Operation(
-    name="recorded", problem=ROWS.problem, variants=dict.fromkeys(CALLS, OUTPUTS), variant_of=ROWS.variant_of, bind=ROWS.bind,
+    name="recorded", problem=ROWS.problem, variants=dict.fromkeys(CALLS, OUTPUTS), variant_of=ROWS.variant_of,
+    bind=ROWS.bind,
     misfit=ROWS.misfit, replay=ROWS.replay, piece="", cases=ROWS.cases, samples=ROWS.samples,
     independent=lambda variant: (0,) * len(CALLS[variant].operands), call=CALLS.__getitem__,
     gradients={

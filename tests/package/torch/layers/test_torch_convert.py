@@ -1,4 +1,5 @@
-"""convert and revert on the layers that people have: what can be converted computes by the contract, what cannot is named."""
+"""convert and revert on the layers that people have: what can be converted computes by the contract, what cannot is
+named."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 from frameworks import from_torch, same, same_bits, tensor
 
 import detkern
+from detkern.errors import ArgumentError
 from detkern.operations.gemm import replay as numpy_replay
 from detkern.vocabulary.contracts import FMA, TREE
 from detkern.vocabulary.dtypes import BF16, F32
@@ -265,3 +267,20 @@ def test_a_compiled_layer_is_compiled_anew() -> None:
     assert follows(layer, FMA, x)
     dt.revert(layer)
     assert plain(layer, x)
+
+
+def test_layers_that_keep_their_settings_get_no_accumulator() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    dt.convert(model)
+    with pytest.warns(UserWarning, match="converted before, with accumulate=False"):
+        dt.convert(model, accumulate=True)
+    dt.zero_main_grads(model)
+    assert [hasattr(parameter, "main_grad") for parameter in model.parameters()] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["accumulate", "strict", "report"])
+def test_flags_are_true_or_false(name: str) -> None:
+    layer = torch.nn.Linear(3, 3)
+    with pytest.raises(ArgumentError, match=f"{name}='no' must be True or False"):
+        dt.convert(layer, **{name: "no"})
+    assert type(layer) is torch.nn.Linear

@@ -1,4 +1,5 @@
-"""scaled_dot_product_attention under batch_invariant_mode: the formula bit for bit, what it takes, and its gradients."""
+"""scaled_dot_product_attention under batch_invariant_mode: the formula bit for bit, what it takes,
+and its gradients."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def with_gradients(call: Callable[..., Any], inputs: list[Any], dout: Any, **set
 
 
 def replayed(q: Any, k: Any, v: Any, dout: Any, mask: Any, scale: float, contract: str) -> list[Any]:
-    """The documented order in detkern's own functions, one head and sequence at a time: out, dq, dk, dv and the gradient of
-    the scores."""
+    """The documented order in detkern's own functions, one head and sequence at a time: out, dq, dk, dv and the
+    gradient of the scores."""
     group, found = q.shape[1] // k.shape[1], []
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):

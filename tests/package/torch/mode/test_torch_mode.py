@@ -100,7 +100,8 @@ REDUCTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "mean of a first dimension": (lambda: X.mean(0), lambda: rows.mean(X.permute(1, 2, 0))),
     "mean, dimension of NumPy": (lambda: X.mean(np.int64(2)), lambda: rows.mean(X)),
     "softmax": (lambda: F.softmax(X, -1), lambda: rows.softmax(X)),
-    "softmax, dtype": (lambda: X.half().softmax(-1, torch.float32), lambda: rows.softmax(X.half(), out_dtype="float32")),
+    "softmax, dtype": (lambda: X.half().softmax(-1, torch.float32),
+        lambda: rows.softmax(X.half(), out_dtype="float32")),
     "softmax of a middle dimension": (lambda: X.softmax(1), lambda: rows.softmax(X.transpose(1, 2)).transpose(1, 2)),
     "softmax.out": (lambda: torch.softmax(X, -1, out=torch.empty(4, 5, 33)), lambda: rows.softmax(X)),
     "aten._softmax": (
@@ -145,8 +146,10 @@ def test_einsum_gives_what_pytorch_gives() -> None:
     for equation, operands in {
         "abc,bcd->ad": (a, b), "abc,bcd->bad": (a, b), "abc,bcd->d": (a, b), "abc->cab": (a,), "abc->b": (a,),
         "aab->b": (torch.randn(3, 3, 4),), "abc,abc->abc": (a, a), "abc,abc->": (a, a), "ab,cd->acbd": (a[0], b[0]),
-        "...b,...b->...": (a, a), "a...,b...->...ab": (a, torch.randn(2, 4, 5)), "ab,bc,cd,da->": (*[torch.eye(4) * 2] * 4,),
-        "abc,cd": (a, torch.randn(5, 1)), "abc,c->ab": (a, torch.randn(1)), "a,b->": (a[0, 0], b[0, 0]), ",->": (a[0, 0, 0], b[0, 0, 0]),
+        "...b,...b->...": (a, a), "a...,b...->...ab": (a, torch.randn(2, 4, 5)),
+        "ab,bc,cd,da->": (*[torch.eye(4) * 2] * 4,),
+        "abc,cd": (a, torch.randn(5, 1)), "abc,c->ab": (a, torch.randn(1)), "a,b->": (a[0, 0], b[0, 0]),
+        ",->": (a[0, 0, 0], b[0, 0, 0]),
     }.items():  # fmt: skip
         wanted = torch.einsum(equation, *operands)
         with batch_invariant_mode(strict=True):
@@ -175,7 +178,8 @@ def test_cross_entropy_is_pytorchs_made_of_covered_parts() -> None:
     target[0, 1] = -100
     weight, shares = torch.rand(9), torch.rand(6, 9, 4)
     for arguments in (
-        (x, target), (x, target, weight), (x[..., 0], target[:, 0]), (x[0, :, 0], target[1, 0]), (x, shares), (x, shares, weight),
+        (x, target), (x, target, weight), (x[..., 0], target[:, 0]), (x[0, :, 0], target[1, 0]), (x, shares),
+        (x, shares, weight),
     ):  # fmt: skip
         for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1}):
             given = arguments[0].clone().requires_grad_()
@@ -323,7 +327,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "conv1d": lambda: F.conv1d(Q[0], torch.randn(3, 5, 2)),
     "Conv2d": lambda: torch.nn.Conv2d(2, 3, 2)(Q),
     "LSTM": lambda: torch.nn.LSTM(8, 4)(Q[0]),
-    "MultiheadAttention's dropout": lambda: torch.nn.MultiheadAttention(8, 2, 0.1)(Q[0], Q[0], Q[0], need_weights=False),
+    "MultiheadAttention's dropout": lambda: torch.nn.MultiheadAttention(8, 2, 0.1)(Q[0], Q[0], Q[0],
+        need_weights=False),
     "bilinear": lambda: F.bilinear(Q, Q, torch.randn(3, 8, 8)),
     "sparse": lambda: torch.sparse.mm(torch.eye(9).to_sparse(), A),
     "a graph's product": lambda: torch.linalg.matrix_power(A[:, :9].clone().requires_grad_(), 3),

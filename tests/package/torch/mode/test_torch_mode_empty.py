@@ -1,4 +1,5 @@
-"""batch_invariant_mode on sizes of zero: shapes, types, values, gradients and tangents as PyTorch has them without it."""
+"""batch_invariant_mode on sizes of zero: shapes, types, values,
+gradients and tangents as PyTorch has them without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reading and writing by an index under batch_invariant_mode: sums by the scattered sum, the rest PyTorch's, as it was."""
+"""Reading and writing by an index under batch_invariant_mode: sums by the scattered sum, the rest PyTorch's,
+as it was."""
 
 from __future__ import annotations
 
@@ -201,3 +202,31 @@ def test_the_gradient_of_a_models_embedding_does_not_depend_on_the_cut(name: str
         found.append(weight.main_grad)
     assert found[0].abs().max() > 0
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("name", ["index_add", "scatter_add", "index_put"])
+def test_torch_func_differentiates_sums_under_strict(name: str) -> None:
+    functions = {
+        "index_add": lambda y: torch.zeros(5, 4).index_add(0, INDEX, y),
+        "scatter_add": lambda y: torch.zeros(5, 4).scatter_add(0, EACH, y),
+        "index_put": lambda y: torch.zeros(5, 4).index_put((INDEX,), y, accumulate=True),
+    }
+    with batch_invariant_mode(strict=True):
+        found = torch.func.grad(lambda y: (functions[name](y) ** 3).sum())(DY)
+    assert same_bits(found, (3 * SUMMED**2)[INDEX])
+
+
+def test_lists_that_pytorch_takes_for_tuples() -> None:
+    x = tensor("normal", F32, (5, 4), 2, grad=True)
+    for key in ([slice(0, 2), 1], [[0, 1], [1, 2]], [INDEX, None]):
+        with batch_invariant_mode(strict=True):
+            found = x[key]
+        assert torch.equal(found, x.detach()[key])
+
+
+@pytest.mark.parametrize("change", ["scatter", "scatter_"])
+def test_a_number_that_is_scattered_is_added_one_by_one(change: str) -> None:
+    x = tensor("normal", F32, (5, 4), 2)
+    with batch_invariant_mode(strict=True):
+        found = getattr(x.clone(), change)(0, EACH, 0.1, reduce="add")
+    assert same_bits(found, detkern.scatter_sum(torch.full((M, 4), 0.1), INDEX, out=x.clone(), accumulate=True))

@@ -54,7 +54,8 @@ def test_both_attentions_of_a_model_have_the_same_bits_and_the_same_gradients(na
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_readmes_lines_hold_for_a_model_as_it_comes(name: str) -> None:
-    """Log-probabilities of a prompt alone and in batches padded on either side, with the attention that the model chose."""
+    """Log-probabilities of a prompt alone and in batches padded on either side, with the attention that the model
+    chose."""
     import detkern.torch
 
     model = make_model(name, "cpu", torch.bfloat16, attention=None)
@@ -130,7 +131,8 @@ def test_a_training_step_with_gradient_checkpointing_has_the_bits_of_one_without
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_that_a_graph_can_hold_has_the_bits_of_one_forward(name: str, attention: str) -> None:
-    """A static cache with a mask over its empty places, written in place: what a CUDA graph captures (test_torch_mode_gpu.py)."""
+    """A static cache with a mask over its empty places, written in place: what a CUDA graph captures
+    (test_torch_mode_gpu.py)."""
     model = make_model(name, "cpu", torch.bfloat16, attention)
     prompt = torch.randint(0, 128, (3, 20), generator=torch.Generator().manual_seed(4))
     with torch.no_grad(), batch_invariant_mode(strict=True):

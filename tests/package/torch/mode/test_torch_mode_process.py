@@ -213,6 +213,25 @@ def test_settings_are_those_of_the_mode_and_do_not_change_while_it_is_on() -> No
     assert dt.is_enabled()
 
 
+def test_the_order_of_device_types_is_no_setting() -> None:
+    try:
+        dt.enable(device_types=("cuda", "cpu"))
+        dt.enable(device_types=["cpu", "cuda", "cpu"])
+    finally:
+        dt.disable()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"strict": "no"}, "strict='no' must be True or False"), ({"contract": 3}, "contract=3 must be a contract's name"),
+     ({"device_types": 3}, "device_types: 3 is none of cpu")],
+)  # fmt: skip
+def test_settings_that_are_none_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        dt.enable(**settings)
+    assert not dt.is_enabled()
+
+
 def test_a_process_may_end_with_it_on() -> None:
     source = """
 import threading, torch, detkern.torch as dt

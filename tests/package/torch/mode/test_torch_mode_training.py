@@ -1,4 +1,5 @@
-"""Training under the mode with convert(model, accumulate=True): no gradient depends on how the batch was cut or laid out."""
+"""Training under the mode with convert(model, accumulate=True): no gradient depends on how the batch was cut or laid
+out."""
 
 from __future__ import annotations
 

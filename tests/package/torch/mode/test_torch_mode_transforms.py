@@ -1,4 +1,5 @@
-"""batch_invariant_mode under torch.func and forward-mode differentiation, through what it covers and what PyTorch keeps."""
+"""batch_invariant_mode under torch.func and forward-mode differentiation, through what it covers and what PyTorch
+keeps."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "rsqrt": lambda x: (x * x + 1e-3).rsqrt(),
     # What those are made of, and what norms and rotary embeddings need; PyTorch's own.
-    "exp": torch.exp, "erf": torch.erf, "tanh": torch.tanh, "cos": torch.cos, "sin": torch.sin, "pow": lambda x: x.pow(2),
+    "exp": torch.exp, "erf": torch.erf, "tanh": torch.tanh, "cos": torch.cos, "sin": torch.sin,
+    "pow": lambda x: x.pow(2),
     "layer_norm": lambda x: F.layer_norm(x.reshape(-1, 17), (17,)).reshape(x.shape),
 }  # fmt: skip
 PIECES = (17, 51, 34 * 17)

@@ -1,0 +1,1 @@
+"""Log-probabilities straight from hidden states: a product whose columns are folded as they are made."""
