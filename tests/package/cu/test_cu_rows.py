@@ -99,7 +99,7 @@ def test_the_constants_are_the_cpus() -> None:
     assert [float.fromhex(number or "1") for number in found] == [float(c) for c in numpy_rows.EXP_COEFFICIENTS]
     assert numbers(cuda, "logarithm") == [float(c) for c in numpy_rows.LOG_COEFFICIENTS]
     for name, held in (("EXP", numpy_rows.EXP_COEFFICIENTS), ("LOG", numpy_rows.LOG_COEFFICIENTS)):
-        listed = re.search(rf"{name}_COEFFICIENTS\[\] = \{{(.*?)\}}", cpp, re.DOTALL)[1]
+        listed = re.search(rf"{name}_COEFFICIENTS\[\] =\s+\{{(.*?)\}}", cpp, re.DOTALL)[1]
         assert [float.fromhex(number.strip().removesuffix("f")) for number in listed.split(",")] == [
             float(c) for c in held
         ]
