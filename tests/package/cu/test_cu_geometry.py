@@ -254,11 +254,15 @@ def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
 
 def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
     """A box of a has no more rows than m (K_MAJOR). Where lines are of whole boxes, one copy takes a stage's; CTAs that
-    share an operand copy half of its boxes each, or of a single one half of the rows."""
+    share an operand copy half of its boxes each, or of a single one half of the rows. Boxes of mma_wgmma.cu that are
+    not shared have no more k than there are, in steps of 16, nor more of a line, in 16 bytes."""
     for contract in (MMA16, TREE_MMA16):
         for tile in tma_tiles(contract):
+            narrows = tile.table == "mma_wgmma" and not tile.shares
             for loads, m, (n, k) in itertools.product(
-                sorted(tile.loads), (1, 7, 9, 16, 24, 33, 64, 100, 128, 300), ((104, 72), (128, 192))
+                sorted(tile.loads),
+                (1, 7, 9, 16, 24, 33, 64, 100, 128, 300),
+                ((104, 72), (128, 192), (104, 24), (40, 64)),
             ):
                 problem = laid_out(contract, m, n, k, loads)
                 if not takes(problem, tile, loads):
@@ -271,12 +275,19 @@ def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
                 for operand, (shape, load, (size, there)) in enumerate(lines):
                     along = load == Load.K_MAJOR
                     boxes, rows = (tile["TILE_K"], size) if along else (size, tile["TILE_K"])
+                    cut = boxes % 64 != 0
                     boxes //= 64
                     few = operand == 0 and along and there < rows and not (tile.fills and k % 64 == 0)
                     if tile.shares == operand + 1:
                         boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
-                    whole = (k if along else there) % 64 == 0 and not few
+                    if narrows and not along:
+                        rows = min(rows, -(-k // 16) * 16) if k < 64 else rows
+                        cut = cut or k < 64
+                    whole = (k if along else there) % 64 == 0 and not few and not cut
                     assert (shape.rows, shape.boxes) == (there if few else rows, boxes if whole else None)
+                    unit = 16 if along else 8
+                    width = -(-(k if along else there) // unit) * unit
+                    assert shape.width == (min(width, 64) if narrows else 64)
                     assert shape.rows <= 256
                 assert (maps.out is not None) == (tile.table == "mma_wgmma")
                 if maps.out is not None:
