@@ -33,7 +33,7 @@ class Maps:
     a: MapShape
     b: MapShape
     out: MapShape | None
-    rest: MapShape | None = None  # of b, whose columns behind the last whole box a tile takes by narrower ones
+    rest: MapShape | None = None  # of b, whose columns behind its last whole box a wider tile takes by narrower ones
 
     @property
     def whole_boxes(self) -> int:
@@ -259,7 +259,7 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
         a=_operand_map(tile, shapes[0], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
         b=map_b,
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
-        rest=replace(map_b, width=rest if tile["TILE_N"] > BOX_WIDTH else min(rest, map_b.width)) if rest else None,
+        rest=replace(map_b, width=rest) if rest and tile["TILE_N"] > BOX_WIDTH else None,
     )
 
 
@@ -278,8 +278,10 @@ def _operand_map(
         line, across = shape.sizes[:2]
         if line < BOX_WIDTH:
             width = -(-line // (_STEP if k_major else 8)) * (_STEP if k_major else 8)
-        if not k_major and across < BOX_WIDTH:
-            rows, boxes = -(-across // _STEP) * _STEP, None
+        if not k_major:
+            width = min(width, along)
+            if across < BOX_WIDTH:
+                rows, boxes = -(-across // _STEP) * _STEP, None
     if k_major and present is not None and present < rows:
         return replace(shape, rows=present, width=width)
     if halves:

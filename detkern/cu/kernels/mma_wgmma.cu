@@ -21,11 +21,12 @@
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
 // is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of ptx/wgmma.cuh; of
 // 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; SLAB_BOXES (of 64 columns, that a warp's slab holds, where
-// TILE_N is a multiple of 64); REST_N (0; where B is MN_MAJOR, columns behind the last whole 64, of 16: map_out is then
-// of B, with boxes of so many, since outputs of such tiles need none); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1:
-// binary32 outputs in rows, written by 16 bytes, and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few
-// columns of tiles); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose,
-// STRIDED_OUT is 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
+// TILE_N is a multiple of 64); REST_N (0; where B is MN_MAJOR, columns behind the last whole 64, of 16: boxes of map_b
+// have so many where there is no whole one, else those of map_out, which is of B then, since such outputs need none);
+// STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1: binary32 outputs in rows,
+// written by 16 bytes, and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few columns of
+// tiles); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose, STRIDED_OUT is
+// 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
 #include "parts/main_loop.cuh"
 #include "parts/operand_tile.cuh"
 #include "parts/params.cuh"
@@ -68,7 +69,8 @@ using Loop = MainLoop<TileA, TileB, Wgmma16<OPERAND>, BLOCKS_M>;
 using Out = TileOutputs<TILE_M, TILE_N, SLAB_BOXES, SWAPPED>;
 using CtaRoles = Roles<CONSUMERS, THREADS, CTAS_PER_SM, 40, CTAS>;
 // Of few columns of tokens those that share weights come first.
-using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8, SWAPPED ? 8 : 0>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED && !TileB::MN_ROWS ? 1 : 8,
+                      SWAPPED ? 8 : 0>;
 
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
 constexpr bool FROM_REGISTERS = TILE_M <= 64 && !SWAPPED;
@@ -89,7 +91,8 @@ static_assert(!F32_OUT || (!STRIDED_OUT && !SWAPPED), "one path");
 static_assert(!SWAPPED || (!STRIDED_OUT && GROUP_M == 64 && TILE_M >= 64 && !IN_TURN), "a slab a group");
 static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * Out::SLAB_BYTES,
               "wgmma reads 64 rows of A");
-static_assert(TileB::REST == REST_N && (REST_N == 0 || !STRIDED_OUT), "map_out is B's or the output's");
+static_assert(TileB::REST == REST_N && (TileB::REST == 0 || TileB::BOXES == 0 || (!STRIDED_OUT && !SWAPPED)),
+              "map_out is B's or the output's");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
 // Multiplies and writes the tiles of one consumer.
@@ -225,7 +228,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     if (warp == CONSUMING_WARPS) Source::clear_for_few(p, ring, Walk(p));
     if (CtaRoles::begin_producing(warp, ring, CONSUMING_WARPS / TURNS, map_a, map_b)) {
       const Walk walk(p);
-      produce<TILE_M <= 64, SHARES != SHARED_NONE>(ring, Position(), walk, Source(p, map_a, map_b, walk, blocks, &map_out));
+      const TensorMap& map_rest = TileB::BOXES == 0 ? map_b : map_out;
+      produce<TILE_M <= 64, SHARES != SHARED_NONE>(ring, Position(), walk,
+                                                   Source(p, map_a, map_b, walk, blocks, &map_rest));
     }
   } else {
     CtaRoles::claim_registers();

@@ -152,7 +152,7 @@ def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[lis
     shares = tile.shares
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     row_unit = 8 if load_paths(problem)[0] == Load.MN_MAJOR else 1
-    column_unit = 1 if tile.swapped else 8
+    column_unit = 1 if tile.swapped and load_paths(problem)[1] == Load.K_MAJOR else 8
     step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
     for _ in range(3):
         row, column = rng.randrange(-(-problem.m // step_m)) * step_m, rng.randrange(-(-problem.n // step_n)) * step_n
@@ -203,11 +203,12 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
                     : 1 if few_b else None
                 ],
             )
-            assert (launch.maps.rest is None) == (b.rest == 0)
-            if launch.maps.rest is not None and not (few_b and b.boxes):
+            assert (launch.maps.rest is None) == (b.rest == 0 or b.boxes == 0)
+            if b.rest and not (few_b and b.boxes):
                 outer, inner = index_of(problem.b, batch)
                 at = (column + b.boxes * ATOM, k, inner, outer)
-                counted[rank] += _copied(stages[rank][1], launch.maps.rest, [(128 * b.boxes * b.box_rows, at)])
+                rest = launch.maps.rest or launch.maps.b
+                counted[rank] += _copied(stages[rank][1], rest, [(128 * b.boxes * b.box_rows, at)])
             for side, (shape, shared) in enumerate(((launch.maps.a, SHARED_A), (launch.maps.b, SHARED_B))):
                 for target in range(len(ctas)) if shares == shared else (rank,):
                     counted[target] += _copied(stages[target][side], shape, copies[side])
@@ -286,7 +287,7 @@ def test_a_stage_holds_the_operands_and_its_barrier_counts_them(tile: Tile) -> N
 def test_tiles_lie_inside_of_the_output_and_own_each_element_once(tile: Tile) -> None:
     """TileWalk's output() and own(): a tile has `extent` elements from its start,
     and owns those from its own place on."""
-    for extent, unit in ((tile["TILE_M"], 1), (tile["TILE_M"], 8), (tile["TILE_N"], 1 if tile.swapped else 8)):
+    for extent, unit in ((tile["TILE_M"], 1), (tile["TILE_M"], 8), (tile["TILE_N"], 1), (tile["TILE_N"], 8)):
         for size in (*SIZES, extent - 1, extent, extent + 1, 2 * extent - 1, 2 * extent + 7, 3 * extent):
             owned = np.zeros(size, int)
             for own in range(0, size + extent * (tile.shares > 0), extent):  # of a pair one may be outside

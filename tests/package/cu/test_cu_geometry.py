@@ -287,7 +287,7 @@ def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
                     assert (shape.rows, shape.boxes) == (there if few else rows, boxes if whole else None)
                     unit = 16 if along else 8
                     width = -(-(k if along else there) // unit) * unit
-                    assert shape.width == (min(width, 64) if narrows else 64)
+                    assert shape.width == (min(width, 64, 64 if along else size) if narrows else 64)
                     assert shape.rows <= 256
                 assert (maps.out is not None) == (tile.table == "mma_wgmma")
                 if maps.out is not None:
