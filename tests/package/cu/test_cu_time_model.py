@@ -40,7 +40,7 @@ def test_every_tile_has_numbers_and_no_other_has() -> None:
     for row in content["tiles"].values():
         own = dict(zip(OWN, row, strict=True))
         assert min(own["step"], own["tile"], own["fixed"], own["memory"]) > 0
-    for name in ("pair", "shared_a", "shared_b", "alone"):
+    for name in ("pair_a", "pair_b", "shared_a", "shared_b", "alone", "half", "over"):
         assert 0 < content["shared"][name] < 1
 
 

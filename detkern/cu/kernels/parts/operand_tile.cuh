@@ -37,7 +37,8 @@ struct TmaTile {
   static DETKERN_INLINE void copy_rest(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
                                        uint32_t barrier) {
     static_assert(REST > 0, "there are some");
-    copy_tensor_box<Copy::PLAIN>(tile + BOXES * BOX_BYTES, map, row + BOXES * ATOM, k, batch.inner, batch.outer, barrier);
+    copy_tensor_box<Copy::PLAIN>(tile + BOXES * BOX_BYTES, map, row + BOXES * ATOM, k, batch.inner, batch.outer,
+                                 barrier);
   }
 
   // The words of a descriptor (9.7.15.5.1.2) but for its address. Low: the offset between blocks of 64 m or n (where

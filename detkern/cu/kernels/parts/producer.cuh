@@ -11,10 +11,10 @@
 
 // What stages hold of products of matrices: the k-th part of A's rows and of B's columns at a tile. BLOCK_K: k of a
 // stage. SHARED_OPERAND: what the CTAs of a cluster copy for one another. AT_ONE_TIME: CTAs whose tiles lie below one
-// another and that read B at one time. NARROWS: where lines have fewer than ATOM elements, or chains fewer k, boxes have
-// no more than there is, in steps of wgmma along k and in 16 bytes else: zeros outside of an operand take TMA about ten
-// times as long as what is there. What a stage has beyond is left as it was: outputs that are not there, or k that are
-// zeros from the start (clear_for_few).
+// another and that read B at one time. NARROWS: where lines have fewer than ATOM elements, or chains fewer k, boxes
+// have no more than there is, in steps of wgmma along k and in 16 bytes else: zeros outside of an operand take TMA
+// about ten times as long as what is there. What a stage has beyond is left as it was: outputs that are not there, or k
+// that are zeros from the start (clear_for_few).
 //
 // Another kernel may have another source: `seek` goes to a tile, which has `blocks()` stages of `bytes()`, and `fill`
 // starts the copies of one of them.

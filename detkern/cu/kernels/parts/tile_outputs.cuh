@@ -224,10 +224,10 @@ class TileOutputs {
     }
   }
 
-  // Calls what(j, half, there, at) for the binary32 outputs of 64 rows by 16 bytes: of row g + 8 * half, at `at`, if they
-  // are there and the tile's own. Of fragments j and j + 1 an even lane has four columns of
-  // the first, the odd lane beside it four of the second, so that a row's four lanes have 64 bytes side by side: by 8
-  // bytes a lane, a sector a row, memory was written at two thirds of the rate.
+  // Calls what(j, half, there, at) for the binary32 outputs of 64 rows by 16 bytes: of row g + 8 * half, at `at`, if
+  // they are there and the tile's own. Of fragments j and j + 1 an even lane has four columns of the first, the odd lane
+  // beside it four of the second, so that a row's four lanes have 64 bytes side by side: by 8 bytes a lane, a sector a
+  // row, memory was written at two thirds of the rate.
   template <typename What>
   static DETKERN_INLINE void for_each_quad(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
                                            const What& what) {
