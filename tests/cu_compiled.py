@@ -40,10 +40,10 @@ NEEDS_A_COMPILER = [
 ]
 
 
-def compile_build(build: loader.KernelBuild, architecture: str, disassembled: bool = True) -> tuple[str, str]:
+def compile_build(build: loader.KernelBuild, architecture: str) -> tuple[str, str]:
     """(log, machine code); runs in a process of its own."""
     image, log = loader.compile_kernel(build, architecture, ("--ptxas-options=-v",))
-    return log, disassemble(image) if disassembled else ""
+    return log, disassemble(image)
 
 
 def disassemble(image: bytes) -> str:

@@ -45,7 +45,7 @@ def test_steps_are_measured_and_their_kernels_named() -> None:
         times = [kernel["ms"] for kernel in row["kernels"]]
         assert times == sorted(times, reverse=True)
     assert any("aten::mm" in kernel["kernel"] for kernel in rows[0]["kernels"])
-    assert any("detkern::" in kernel["kernel"] for kernel in rows[1]["kernels"])
+    assert any(kernel["kernel"] == "_Linear" for kernel in rows[1]["kernels"])  # detkern's autograd function
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_decode_steps_are_measured_with_either_cache() -> None:
     assert [row["variant"] for row in rows] == list(decode_host.VARIANTS)
     assert all(row["steps"] == 3 and row["host_us"] >= row["least_us"] > 0 for row in rows)
     assert not _len_torch_function_stack()
-    assert "__torch_function__" in decode_host.profiled(variants["mode"], 2, 40)
+    assert "torch/mode/kernels.py" in decode_host.profiled(variants["mode"], 2, 40)
     for row in rows:
         row["host_us"] = 115.0 if row["variant"].startswith("mode") else 100.0
     assert [judged["met"] for judged in decode_host.compare(rows)] == [True, True]

@@ -38,6 +38,7 @@ __all__ = [
 
 # Bound once: they are asked in every call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
 _grad_enabled = torch.is_grad_enabled
@@ -59,6 +60,10 @@ def direct(first: Any, second: Any, third: Any = None) -> bool:
         or _tracing_state() is not None
         or (forward_ad._current_level >= 0 and forward_mode())
         or first.is_meta
+        # what a Function saved inside of a transform that has ended; PyTorch's dispatcher takes the wrapper off
+        or _wrapped(first)
+        or _wrapped(second)
+        or (third is not None and _wrapped(third))
     )
 
 

@@ -25,8 +25,8 @@ from . import attention, broadcasting, heads, indexing, pointwise, products, red
 from .einsum import einsum
 
 __all__ = [
-    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED", "UNRECORDED",
-    "UNSEEN_WHEN_COMPILED", "name_of",
+    "ELEMENTWISE", "HANDLERS", "PASSED", "PLAIN", "POINTWISE", "PYTHON", "TRACED", "TRACED_PYTHON", "UNCOVERED",
+    "UNRECORDED", "UNSEEN_WHEN_COMPILED", "name_of",
 ]  # fmt: skip
 
 
@@ -93,6 +93,8 @@ _BROADCASTING = _broadcasting()
 ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     **_by_function({**pointwise.HANDLERS, **indexing.ELEMENTWISE}), F.silu: pointwise.functional_silu, **_BROADCASTING,
 }  # fmt: skip
+
+POINTWISE = frozenset(pointwise.HANDLERS)
 
 _UNCOVERED = """
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch._functorch.autograd_function import custom_function_call
@@ -16,7 +16,7 @@ from ...operations.rows.operation import ROWS
 from ...vocabulary.arguments import flag
 from ...vocabulary.contracts import get_contract
 from ...vocabulary.dtypes import DTYPES
-from . import coverage, indexing
+from . import coverage, entered, hooks, indexing, kernels
 from .decorating import decorated
 from .watch import Watch
 
@@ -81,6 +81,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             for op, name in named.items()
         }
         self.strict = flag(strict, "strict")
+        self.ended = False  # by disable() of a whole process, in another thread too
         kinds = registry.kinds_of(ROWS)
         self.row_devices = tuple(
             device
@@ -102,9 +103,22 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         """
         return decorated(self, function)
 
+    def __enter__(self) -> Self:
+        if torch.compiler.is_dynamo_compiling():  # a block in a function that torch.compile traces
+            super().__enter__()
+        else:
+            self._enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            super().__exit__(*error)
+        else:
+            entered.leave(self)
+
     def enable(self) -> None:
         """Enter the mode until `disable()`, in this thread."""
-        self.__enter__()
+        self._enter(lasting=True)
 
     def disable(self) -> None:
         """Leave it again, also where other modes were entered since.
@@ -112,21 +126,21 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         Raises:
             ArgumentError: it is not at work in this thread.
         """
-        from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
-
-        above = []
-        try:
-            while _len_torch_function_stack():
-                mode = _pop_mode()
-                if mode is self:
-                    return
-                above.append(mode)
+        if not (entered.leave(self, lasting=True) or entered.leave(self)):
             raise ArgumentError("this batch_invariant_mode is not enabled in this thread")
-        finally:
-            for mode in reversed(above):
-                _push_mode(mode)
+
+    def enter_outermost(self) -> None:
+        """`enable()` around the modes that this thread is in already."""
+        self._enter(lasting=True, outermost=True)
+
+    def _enter(self, *, lasting: bool = False, outermost: bool = False) -> None:
+        kernels.register()
+        hooks.install()
+        entered.enter(self, lasting=lasting, outermost=outermost)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.ended:
+            return func(*args, **(kwargs or {}))
         # PyTorch takes 2 µs to get here, for each call of a function and each reading of a shape: what is plain goes on
         # at once.
         if not _compiling() and (func in _PASSED or (func in _UNRECORDED and not _grad_enabled())):
@@ -137,7 +151,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             result = handler(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-            return self._left_to_pytorch(func, coverage.name_of(func), args, kwargs)
+            return self.left_to_pytorch(func, coverage.name_of(func), args, kwargs)
         # Elementwise arithmetic is the compiler's. What it holds for Tensor.__pow__ and its like while it traces is not
         # equal to the key here, and is when it checks its guards.
         handler = None if torch.compiler.is_compiling() else coverage.ELEMENTWISE.get(func)
@@ -164,9 +178,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if func is custom_function_call and args[0].__module__.startswith("detkern."):
             return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
-        return self._left_to_pytorch(func, name, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.cond and its like, which call functions of Python
+            with entered.by_keys():
+                return func(*args, **kwargs)
+        return self.left_to_pytorch(func, name, args, kwargs)
 
-    def _left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A call that may reach covered ops below Python: watched, where the mode is at work."""
         tensors = [] if torch.compiler.is_compiling() else _tensors((args, kwargs))
         if not any(x.device.type in self.device_types for x in tensors):

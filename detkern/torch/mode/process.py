@@ -10,12 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import torch
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 
 from ...errors import ArgumentError
+from . import entered
 from .mode import DEVICE_TYPES, batch_invariant_mode
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -23,13 +20,6 @@ __all__ = ["disable", "enable", "is_enabled"]
 _lock = threading.RLock()
 _mode: batch_invariant_mode | None = None
 _start: Callable[[threading.Thread], None] | None = None  # what stands for Thread.start
-
-
-class _Ended(TorchFunctionMode):  # type: ignore[misc]
-    """What a mode becomes in the threads that still hold it when it ends."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def enable(
@@ -60,9 +50,7 @@ def enable(
         elif repr(_mode) != repr(wanted):
             raise ArgumentError(f"enable() holds with other settings, {_mode!r}: call disable() first")
         if not is_enabled():
-            above = _taken()
-            _push_mode(_mode)
-            _put_back(above)
+            _mode.enter_outermost()
 
 
 def disable() -> None:
@@ -75,28 +63,14 @@ def disable() -> None:
     with _lock:
         if _mode is None:
             return
-        ended, _mode = _mode, None
+        _mode.ended, _mode = True, None
         _watch_no_threads()
-        _put_back([mode for mode in _taken() if mode is not ended])
-        ended.__class__ = _Ended
+        entered.prune()
 
 
 def is_enabled() -> bool:
     """Whether this thread is in the mode that `enable()` has put the process under."""
-    mode = _mode
-    return mode is not None and any(
-        torch._C._get_function_stack_at(place) is mode for place in range(_len_torch_function_stack())
-    )
-
-
-def _taken() -> list[Any]:
-    """This thread's modes, the innermost first, which are taken from it."""
-    return [_pop_mode() for _ in range(_len_torch_function_stack())]
-
-
-def _put_back(modes: list[Any]) -> None:
-    for mode in reversed(modes):
-        _push_mode(mode)
+    return _mode is not None and _mode in entered.modes()
 
 
 def _watch_threads() -> None:
@@ -129,8 +103,8 @@ def _run(thread: threading.Thread, run: Callable[[], None]) -> None:
     if mode is None:
         run()
         return
-    _push_mode(mode)
+    mode.enter_outermost()
     try:
         run()
     finally:
-        _taken()  # PyTorch's own end of a thread does not expect to find any
+        entered.clear()

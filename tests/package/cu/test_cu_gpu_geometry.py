@@ -24,6 +24,8 @@ from cu_device import (
     tiles_here,
 )
 
+from detkern.cu import ahead, loader
+from detkern.cu.device import describe
 from detkern.cu.gemm_tile import Load
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import gemm_problem
@@ -38,6 +40,23 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     cu_device.compile_all()
+
+
+def test_no_kernel_of_products_uses_local_memory() -> None:
+    """What the driver says of all tiles on all load paths; test_cu_compile.py reads the compiler's log of some."""
+    import cupy
+    from cupy.cuda import driver
+
+    capability = describe(DEVICE.index).capability
+    builds = ahead.builds([contract for contract, _ in PAIRS], capability)
+    assert len(builds) > 100
+    spilling = []
+    with cupy.cuda.Device(DEVICE.index):
+        for build in builds:
+            kernel = loader.load_function(DEVICE.index, capability, build, 0)
+            if driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, kernel.ptr):
+                spilling.append(str(build))
+    assert spilling == []
 
 
 @pytest.mark.parametrize(("contract", "dtype"), PAIRS, ids=PAIR_IDS)

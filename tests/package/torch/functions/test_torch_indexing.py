@@ -264,6 +264,19 @@ def test_positions_reach_no_further_than_the_key() -> None:
         assert (tuple(where.shape), dimensions) == (shape, indexed)
 
 
+def test_a_vjp_that_is_called_after_its_transform_has_the_index_that_was_made_in_it() -> None:
+    """Its saved index is a wrapper of torch.func's then, without memory of its own."""
+    x = whole((5, 4)).bfloat16()
+    for function in (
+        lambda w: dt.embedding(torch.tensor([4, 0, 4]), w),
+        lambda w: dt.index_select(w, 0, torch.tensor([1, 1, 2])),
+        lambda w: dt.gather(w, 0, torch.tensor([[3, 3, 0, 1]])),
+    ):
+        y, vjp = torch.func.vjp(function, x)
+        leaf = x.clone().requires_grad_()
+        assert same_bits(vjp(torch.ones_like(y))[0], torch.autograd.grad(function(leaf).sum(), leaf)[0])
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "index_add of a matrix of places": (
         lambda: dt.index_add(whole((5, 3)), 0, I[None, :3], whole((3, 3))), ShapeError, r"index has shape \[1, 3\]"
