@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .drawn_record import done
+
 __all__ = [
     "RANGES",
     "Figures",
@@ -295,7 +297,8 @@ def report(path: Path) -> int:
     for row in wrong:
         print(f"WRONG: {row['index']} {row['name']} {row['part']} M {row['m']}: {row['error']}")
     left = record["count"] - len(rows)
-    print(f"{path}" + (f": {left} of {record['count']} products are not measured" if left else ""))
+    counted = ", ".join(f"{name} {count}" for name, count in done(rows).items())
+    print(f"{path}: {counted}" + (f"; {left} of {record['count']} products are not measured" if left else ""))
     return int(bool(left or wrong) or not all(one.met for one in found))
 
 

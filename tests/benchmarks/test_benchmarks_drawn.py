@@ -204,6 +204,7 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
         run()
     made = json.loads(record.read_text())
     assert (made["seed"], made["count"], len(made["rows"])) == (first, 24, 10)
+    assert made["done"] == {"products": 10, "detkern": 10, "cublas": 10}
     stop[0] = 100
     assert len(run(seconds=0.0, missing=True)["rows"]) == 10
     made = run(missing=True)
@@ -443,6 +444,7 @@ def test_a_report_of_a_record_that_is_not_complete_fails(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "WRONG: 1 a.b da M 9: detkern: wrong" in said
     assert "1 of 3 products are not measured" in said
+    assert "products 1, cublas 1, detkern 1, regret 1" in said
     text = path.with_suffix(".md").read_text()
     assert "Seed 7, 1 of 3 products" in text
     assert "| o | 1 | 0.700 | 0.700 | 0.700 | 0.700 |" in text
