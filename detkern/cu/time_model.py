@@ -265,12 +265,14 @@ def _read(p: Prepared, m: Value) -> tuple[Array, Array, Array]:
     # TileWalk of tile_walk.cuh: two CTAs one behind the other have tiles below one another, but for the last of an odd
     # number of them; or beside one another where columns are few and even.
     few = across <= p.few
-    beside = few & (across % 2 == 0)
-    height = np.where(few, 2.0, np.minimum(p.band, down))
+    height = np.minimum(p.band, down)
+    height[few] = 2.0
     in_pairs = m > p.pairs_above
+    beside = few & in_pairs & ~_odd(across)
     a = np.maximum(np.minimum(p.rows[1], m), p.rows[0]) * p.from_a
-    a *= 1 - p.paired[0] * (in_pairs & beside)
-    b = p.from_b * (1 - p.paired[1] * (in_pairs & ~beside) * (1 - (height % 2) / height))
+    a *= 1 - p.paired[0] * beside
+    b = (p.paired[1] * (in_pairs & ~beside)) * (1 - _odd(height) / height)
+    b = p.from_b * (1 - b)
     entering = (a + b) * p.entering
     entering *= entering
     cycles = np.sqrt(np.sqrt(p.limits + entering * entering))
@@ -288,6 +290,12 @@ def times_us(prepared: Prepared, m: Value) -> Array:
     """The time of every tile, in µs."""
     one = isinstance(m, int)
     return _times_us(prepared, m, _of_m(m), m, one and m > prepared.settled)
+
+
+def _odd(count: Array) -> Flags:
+    half = 0.5 * count
+    result: Flags = np.floor(half) != half
+    return result
 
 
 def _of_m(m: Value) -> Value:
@@ -308,7 +316,7 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
     computing *= computing
     # Rows and columns of tiles that are computed at one time, and with it the CTAs that read one part of B and of A.
     down, across = p.down[0] + p.down[1] * units, p.across[0] + p.across[1] * units
-    high = np.minimum(np.where(across <= p.few, 1.0 + across % 2, p.band), down)
+    high = np.minimum(np.where(across <= p.few, 1.0 + _odd(across), p.band), down)
     wide = np.minimum(p.at_once / high, across)
     high = np.minimum(np.maximum(p.at_once / across, high), down)
     operands = p.bytes_n + p.bytes_m * m
