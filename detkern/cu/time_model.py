@@ -7,7 +7,7 @@ A product is [m, k] @ [k, n]; a tile is BM x BN of what its kernel computes (of 
 
     computing = walks * (STEP * cycles * k / 16 / clock + TILE)
     cycles    = (tensor^4 + shared^4 + entering^4 + chain^4)^(1/4) of a step of 16 k
-    memory    = MEMORY * (operands + output + what is read again) / bandwidth * (ceil(w) / w)^(1/4)
+    memory    = MEMORY * (operands + output + what is read again) / bandwidth * (ceil(w) / w)^(1/2)
     cache     = what all CTAs read / bandwidth, less where those of a GPC read the same at one time
 
 w is the tiles for each multiprocessor; walks is its whole part and, for what is left, ALONE to 1 the more CTAs still
@@ -66,15 +66,17 @@ OWN = {"step": 1.0, "tile": 1.0, "fixed": 1.0, "alone": 0.0, "memory": 1.0, "by_
 # x 128): of a grid. tile_us, out_us and area_us (of 128 x 128 outputs that there are, and of the tile's): of a tile;
 # few_us: of a tile of more than 64 rows that has not all of them. f32, accumulate: factors of out_us, area_us and
 # few_us. alone: of a walk, where few CTAs run. half, over: of the rest, the part that there is when half of the
-# multiprocessors have a CTA, and when one more has. tb_s: of memory. cache_tb_s: of L2. again: of what a wave has to
-# read again; resident_mb: operands that L2 keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a
-# box, for K-major and for MN-major operands; cut_n_ns: for each k of a line that is not there.
+# multiprocessors have a CTA, and when one more has. spread: of memory's time, so much where each has a pair to
+# itself, and runs alone there. tb_s: of memory. cache_tb_s: of L2. again: of what a wave has to read again;
+# resident_mb: operands that L2 keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a box, for
+# K-major and for MN-major operands; cut_n_ns: for each k of a line that is not there.
 SHARED = {
     "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair_a": 0.6, "pair_b": 0.6, "shared_a": 0.5,
     "shared_b": 0.5, "gpc": 16.0, "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5,
-    "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3, "f32":
-    3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "over": 0.85, "tb_s": 4.8, "cache_tb_s": 9.0, "again": 1.2,
-    "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018, "cut_n_ns": 0.0002,
+    "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3,
+    "f32":  3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "spread": 0.45, "over": 0.85, "tb_s": 4.8,
+    "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
+    "cut_n_ns": 0.0002,
 }  # fmt: skip
 
 _CLOCK = 1700.0  # cycles a µs
@@ -137,6 +139,7 @@ class Prepared:
     pairs_above: Array  # m above which CTAs are launched in pairs that copy nothing for one another
     paired: tuple[float, float]  # of A and of B, what a pair need not read twice
     gpc: float
+    spread: float
     settled: float  # m above which what a tile reads depends on m no more
     entering: float
     limits: Array  # the other limits of a step, to the 4th power
@@ -227,6 +230,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         from_b=alone_b,
         paired=(all_["pair_a"], all_["pair_b"]),
         gpc=all_["gpc"],
+        spread=all_["spread"],
         settled=float((extent * np.maximum(tiles.band, _FEW_COLUMNS)).max()),
         entering=all_["entering"] * 32 / _ENTERING,
         limits=limits,
@@ -328,6 +332,8 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
         megabytes = megabytes + p.again * np.maximum(wave, 0.0) * np.maximum(1 - p.resident / operands, 0.0)
     memory = p.memory * megabytes
     memory *= memory
+    memory *= np.where(each <= 0.5, p.spread, most)
+    memory /= each
     # Of CTAs that run at one time, those of a GPC have so many for each row, and for each column, of tiles.
     near = p.gpc * np.minimum(each, 1.0)
     for_row, for_column = near / high, near / wide
@@ -337,7 +343,7 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
     computing *= computing
     memory *= memory
     cache *= cache
-    result: Array = p.fixed_us + np.sqrt(np.sqrt(computing + memory * (most / each) + cache))
+    result: Array = p.fixed_us + np.sqrt(np.sqrt(computing + memory + cache))
     if p.cuts:
         rows = np.maximum(np.minimum(p.rows[1], m), p.rows[0])
         result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * ((m < p.extent) & (m >= p.cut_from)))
