@@ -38,7 +38,7 @@ _PLAIN = frozenset(("alone", "by_m", "by_n", "by_k"))
 _DOUBT_SHARED = {
     "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair_a": 1.0, "pair_b": 1.0, "shared_a": 1.0,
     "shared_b": 1.0, "gpc": 0.5, "km": 0.2, "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0,
-    "fixed_us":  0.5, "fixed_area_us": 1.0, "tile_us": 1.0, "out_us": 1.0, "area_us": 1.0, "few_us": 1.0,
+    "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0, "out_us": 1.0, "area_us": 1.0, "few_us": 1.0,
     "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "spread": 1.0, "half": 1.0, "over": 1.0, "tb_s": 0.15,
     "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0, "cut_n_ns": 2.0,
 }  # fmt: skip
@@ -145,7 +145,11 @@ def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model
     sizes = (len(begin), len(_SLOPES) * trends.shape[1])
     centre = np.concatenate([begin, np.zeros(sizes[1] + len(tiles) * len(time_model.OWN))])
     doubt = np.concatenate(
-        [list(_DOUBT_SHARED.values()), np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))]
+        [
+            [_DOUBT_SHARED[name] for name in time_model.SHARED],
+            np.full(sizes[1], _DOUBT_TREND),
+            np.tile(list(_DOUBT_OWN.values()), len(tiles)),
+        ]
     )
 
     def point(numbers: Array) -> _Point:

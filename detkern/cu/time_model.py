@@ -74,7 +74,7 @@ SHARED = {
     "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair_a": 0.6, "pair_b": 0.6, "shared_a": 0.5,
     "shared_b": 0.5, "gpc": 16.0, "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5,
     "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3,
-    "f32":  3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "spread": 0.45, "over": 0.85, "tb_s": 4.8,
+    "f32": 3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "spread": 0.45, "over": 0.85, "tb_s": 4.8,
     "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
     "cut_n_ns": 0.0002,
 }  # fmt: skip
