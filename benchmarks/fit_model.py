@@ -144,13 +144,8 @@ def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model
     begin = [math.log(one / (1 - one)) if name in _LOGITS else math.log(one) for name, one in time_model.SHARED.items()]
     sizes = (len(begin), len(_SLOPES) * trends.shape[1])
     centre = np.concatenate([begin, np.zeros(sizes[1] + len(tiles) * len(time_model.OWN))])
-    doubt = np.concatenate(
-        [
-            [_DOUBT_SHARED[name] for name in time_model.SHARED],
-            np.full(sizes[1], _DOUBT_TREND),
-            np.tile(list(_DOUBT_OWN.values()), len(tiles)),
-        ]
-    )
+    of_all = [_DOUBT_SHARED[name] for name in time_model.SHARED]
+    doubt = np.concatenate([of_all, np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))])
 
     def point(numbers: Array) -> _Point:
         shared, common, own = np.split(numbers, np.cumsum(sizes))
