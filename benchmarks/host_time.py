@@ -7,7 +7,7 @@ PyTorch's own; then the same calls again in another order. Each path has a layer
 Kernels are small, so that the GPU never holds the host up. The collector of garbage is off, as in timeit. What is
 loaded in the middle shows in `max_us` and `loads`.
 
-Where this version of detkern has `preload`, it is called first, without arguments. Needs a CUDA device, PyTorch and
+Where this version of detkern has `preload`, it is called first, for these products. Needs a CUDA device, PyTorch and
 CuPy: ends with status 2 and a sentence where they are missing, with 1 if a target is missed. Writes <DIR or
 benchmarks/results/<gpu>>/host-time.json.
 """
@@ -142,7 +142,7 @@ def main() -> int:
 
     begin = time.perf_counter()
     if (preload := getattr(detkern, "preload", None)) is not None:
-        preload()
+        preload(dtypes="float16", layouts="nt")
         print(f"preload took {time.perf_counter() - begin:.1f} s")
     rows = []
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Row operations: sum, mean, mean of squares, softmax and log-softmax over the last dimension, and their gradients.
+"""Row operations: sum, mean, mean of squares, softmax, log-softmax and prefix sums over the last dimension, and their
+gradients.
 
 Sums are aligned sums: terms are cut to multiples of 2^(E - 43), E the exponent of the row's largest term, added exactly
 and rounded once. exp and log are written-out polynomials; docs/contracts.md says what each bit is. So a row's result
@@ -23,7 +24,8 @@ from .operations.rows.problem import RowKind
 from .tensors import dtype_argument
 
 __all__ = [
-    "log_softmax", "log_softmax_backward", "mean", "mean_backward", "mean_square", "mean_square_backward", "softmax",
+    "cumsum", "cumsum_backward", "log_softmax", "log_softmax_backward", "mean", "mean_backward", "mean_square",
+    "mean_square_backward", "softmax",
     "softmax_backward", "sum", "sum_backward",
 ]  # fmt: skip
 
@@ -92,6 +94,24 @@ def log_softmax(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str 
     Args, returns, raises: as `softmax`.
     """
     return _run(RowKind.LOG_SOFTMAX, ((x, "x"),), out, out_dtype, backend)
+
+
+def cumsum(x: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
+    """The prefix sums of each row: of x[0] to x[j], exact up to one rounding (docs/contracts.md, "Prefix sums").
+
+    What follows a column, and zeros before it, change no bit of it.
+
+    Args, returns, raises: as `softmax`.
+    """
+    return _run(RowKind.CUMSUM, ((x, "x"),), out, out_dtype, backend)
+
+
+def cumsum_backward(dy: Any, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:
+    """The gradient of x in y = cumsum(x): the sums of dy[j] to the row's end, by the rule of `cumsum`.
+
+    Args, returns, raises: as `softmax`, of dy [.., N].
+    """
+    return _run(RowKind.CUMSUM_BACKWARD, ((dy, "dy"),), out, out_dtype, backend)
 
 
 def sum_backward(dy: Any, width: int, *, out: Any = None, out_dtype: Any = None, backend: str | None = None) -> Any:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import detkern
-from detkern.cu import ahead, gemm_tile, geometry, row_sums, rows, tile_choice
+from detkern.cu import ahead, gemm_tile, geometry, row_scans, row_sums, rows, tile_choice
 from detkern.cu.backend import BACKEND
 from detkern.cu.device import describe
-from detkern.cu.loader import supported_architectures, target
+from detkern.cu.loader import KernelBuild, supported_architectures, target
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
@@ -274,16 +274,24 @@ def differing(expected: np.ndarray, got: np.ndarray) -> int:
 @functools.cache
 def compile_rows() -> int:
     """Every build of the row operations put into the cache with all cores; the number of kernels."""
-    capability = describe(0).capability
-    architecture = target(capability, supported_architectures())
-    return len(list(ahead.compile_ahead(rows.builds(capability), architecture, len(os.sched_getaffinity(0)))))
+    return _compiled(rows.builds(describe(0).capability))
 
 
 @functools.cache
 def compile_row_sums() -> int:
     """Every build of row_sums.cu put into the cache with all cores; the number of kernels."""
+    return _compiled(row_sums.builds())
+
+
+@functools.cache
+def compile_row_scans() -> int:
+    """Every build of row_scans.cu put into the cache with all cores; the number of kernels."""
+    return _compiled(row_scans.builds())
+
+
+def _compiled(builds: list[KernelBuild]) -> int:
     architecture = target(describe(0).capability, supported_architectures())
-    return len(list(ahead.compile_ahead(row_sums.builds(), architecture, len(os.sched_getaffinity(0)))))
+    return len(list(ahead.compile_ahead(builds, architecture, len(os.sched_getaffinity(0)))))
 
 
 @functools.cache
@@ -291,5 +299,4 @@ def compile_all() -> int:
     """Every kernel of the backend, and mma8's, put into the cache with all cores; the number of kernels."""
     capability = describe(0).capability
     wanted = ahead.builds([*(contract for contract, _ in PAIRS), MMA8], capability) + BACKEND.other_builds(capability)
-    architecture = target(capability, supported_architectures())
-    return len(list(ahead.compile_ahead(wanted, architecture, len(os.sched_getaffinity(0)))))
+    return _compiled(wanted)

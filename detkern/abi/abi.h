@@ -55,7 +55,7 @@ enum detkern_operation {
   DETKERN_OPERATION_LINEAR_LOGP_DELTA = 6,        /* detkern_logp_descriptor: the gradient of logits */
 };
 
-/* The row operations; a backward one is its forward's value plus 5. */
+/* The row operations; up to 10 a backward one is its forward's value plus 5. */
 enum detkern_row_kind {
   DETKERN_ROW_SUM = 1,
   DETKERN_ROW_MEAN = 2,
@@ -67,6 +67,8 @@ enum detkern_row_kind {
   DETKERN_ROW_MEAN_SQUARE_BACKWARD = 8,
   DETKERN_ROW_SOFTMAX_BACKWARD = 9,
   DETKERN_ROW_LOG_SOFTMAX_BACKWARD = 10,
+  DETKERN_ROW_CUMSUM = 11,
+  DETKERN_ROW_CUMSUM_BACKWARD = 12,
 };
 
 enum detkern_status {
@@ -174,8 +176,8 @@ typedef struct {
 } detkern_column_sum_descriptor;
 
 /* out[batch, m, :] = the row operation on a[batch, m, :] (and b[batch, m, :]) over n columns. The kinds with two
- * operands are those from mean_square_backward on. One number a row, whose col_stride is not read: out of sum, mean and
- * mean_square, a of their backward kinds. */
+ * operands are mean_square_backward, softmax_backward and log_softmax_backward. One number a row, whose col_stride is
+ * not read: out of sum, mean and mean_square, a of their backward kinds. */
 typedef struct {
   uint64_t size;
   int32_t kind; /* detkern_row_kind */

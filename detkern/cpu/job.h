@@ -124,6 +124,7 @@ void run_rows(const RowJob& job);
 // `out`.
 void run_logp_fold(const LogpJob& job);
 void run_logp_delta(const LogpJob& job);
+void run_prefix_sums(const RowJob& job);  // the two kinds of it
 
 // The register tile, rows times columns, of the chains of fused multiply-adds and of the tensor-core steps.
 extern const int FMA_ROWS, MMA_ROWS, TILE_COLUMNS;

@@ -34,7 +34,7 @@ constexpr Product PRODUCTS[] = {
 constexpr Product LOGITS[] = {PRODUCTS[0], PRODUCTS[1]};
 static_assert(LOGITS[0].contract == DETKERN_FMA && LOGITS[1].contract == DETKERN_MMA16);
 
-constexpr uint32_t FIRST_ROW = DETKERN_ROW_SUM, LAST_ROW = DETKERN_ROW_LOG_SOFTMAX_BACKWARD;
+constexpr uint32_t FIRST_ROW = DETKERN_ROW_SUM, LAST_ROW = DETKERN_ROW_CUMSUM_BACKWARD;
 
 constexpr auto offers() {
   std::array<detkern_offer, std::size(PRODUCTS) + 2 + LAST_ROW - FIRST_ROW + 1 + 2 * std::size(LOGITS)> all{};
@@ -185,9 +185,9 @@ RowOperand row_operand(const void* data, int dtype, int64_t row_stride, int64_t 
 }
 
 int32_t rows(const detkern_row_descriptor* d) {
-  if (d->kind < DETKERN_ROW_SUM || d->kind > DETKERN_ROW_LOG_SOFTMAX_BACKWARD)
+  if (d->kind < DETKERN_ROW_SUM || uint32_t(d->kind) > LAST_ROW)
     return fail(DETKERN_UNSUPPORTED, "there is no row operation of code %d", d->kind);
-  const bool two = d->kind >= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
+  const bool two = d->kind >= DETKERN_ROW_MEAN_SQUARE_BACKWARD && d->kind <= DETKERN_ROW_LOG_SOFTMAX_BACKWARD;
   const bool reduces = d->kind <= DETKERN_ROW_MEAN_SQUARE;
   const bool spreads = d->kind >= DETKERN_ROW_SUM_BACKWARD && d->kind <= DETKERN_ROW_MEAN_SQUARE_BACKWARD;
   if (!is_output_type(d->a_dtype)) return fail(DETKERN_UNSUPPORTED, "a_dtype %d is not f32, f16 or bf16", d->a_dtype);
@@ -218,7 +218,7 @@ int32_t rows(const detkern_row_descriptor* d) {
   job.out = row_operand(d->out, d->out_dtype, d->out_row_stride, d->out_col_stride, d->out_batch_strides,
                         d->batch_rank, reduces);
   job.threads = d->threads;
-  return run(run_rows, job);
+  return run(d->kind >= DETKERN_ROW_CUMSUM ? run_prefix_sums : run_rows, job);
 }
 
 int32_t logp(const detkern_logp_descriptor* d, bool gradient) {

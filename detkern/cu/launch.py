@@ -19,6 +19,7 @@ from .device import CudaDevice, describe
 from .extended_launch import ExtendedLaunch
 from .geometry import Launch, Maps, oriented
 from .loader import load_function
+from .tensor_map import folded
 from .tile_choice import Chooser
 
 __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "launch", "pack_params", "plan_for"]
@@ -26,7 +27,7 @@ __all__ = ["MAX_BATCH_RANK", "PARAMS_BYTES", "Launches", "Plan", "enqueue", "lau
 MAX_BATCH_RANK = 8
 
 # GemmParams of params.cuh: five pointers, then sizes, strides, codes and the batch, which a plan has packed.
-_FIELDS = struct.Struct(f"<11q6i{4 * MAX_BATCH_RANK}q")
+_FIELDS = struct.Struct(f"<11q8i{4 * MAX_BATCH_RANK}q")
 _BLOCK = struct.Struct(f"<5Q{_FIELDS.size}s")
 PARAMS_BYTES = _BLOCK.size
 # Where, in what is packed, m, n and prefetch_bytes are.
@@ -41,6 +42,11 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
 
     maps, prefetch_bytes: a launch's.
     """
+    shared = 1, 1
+    if maps is not None:
+        mapped = folded(problem)
+        assert mapped is not None
+        problem, shared = mapped.problem, mapped.shared
     rank = min(len(problem.batch), MAX_BATCH_RANK)
     padding = (0,) * (MAX_BATCH_RANK - rank)
     inner = slice(len(problem.batch) - rank, None)
@@ -58,6 +64,7 @@ def pack_params(problem: GemmProblem, maps: Maps | None = None, prefetch_bytes: 
         rank,
         int(maps is not None and maps.out is not None),  # OutPath
         0 if maps is None else maps.whole_boxes,
+        *shared,
         *problem.batch[inner], *(1 for _ in padding),
         *a.batch_strides[inner], *padding,
         *b.batch_strides[inner], *padding,

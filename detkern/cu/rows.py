@@ -1,4 +1,5 @@
-"""The row operations on CUDA: which build of rows.cu computes a problem, its argument block, and the launch.
+"""The row operations on CUDA: which build of rows.cu computes a problem, its argument block, and the launch. Sums that
+row_sums.cu computes, and prefix sums, are launched from here too.
 
 None of the choices here can change a bit: a sum is exact up to its one rounding, however a row is divided.
 """
@@ -10,24 +11,27 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
+from typing import Any
 
 from ..dispatch.backend import Execution, Kernel, Run
 from ..operations.matrix import Matrix
 from ..operations.problem import Operands
+from ..operations.rows.operation import KINDS as KINDS_BY_NAME
 from ..operations.rows.operation import ROWS
 from ..operations.rows.problem import RowKind, RowProblem
 from ..tensors import TensorView
 from ..vocabulary.dtypes import BF16, F16, F32, DType
-from . import block_launch, row_sums
+from . import block_launch, row_scans, row_sums
 from .block_launch import BlockPlan, BlockRun
 from .device import describe
 from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
+from .row_scans import ScanLaunch
 from .row_sums import SumLaunch
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds", "choose",
-    "holds",
+    "KINDS", "MAX_SUM_RANK", "OPERANDS", "SOURCE", "RowLaunch", "RowLoad", "RowTile", "Rows", "build_for", "builds",
+    "choose", "holds",
     "launch", "load_path", "pack_params", "tiles_for",
 ]  # fmt: skip
 
@@ -35,6 +39,8 @@ SOURCE = "rows.cu"
 OPERANDS = (F32, F16, BF16)
 MAX_SUM_RANK = 62
 _GRID_LIMIT = 2**31 - 1  # blocks along x
+
+KINDS = tuple(kind for kind in RowKind if not kind.scans)  # of rows.cu
 
 # RowParams of rows.cu: three pointers, then sizes, strides, codes and the batch.
 _POINTERS = struct.Struct("<3Q")
@@ -149,12 +155,12 @@ def builds(capability: tuple[int, int]) -> list[KernelBuild]:
     """Every build that a launch may need on a device of this compute capability."""
     found = [
         build_for(kind, operand, tile)
-        for kind in RowKind
+        for kind in KINDS
         for operand in _operands(kind)
         for load in RowLoad
         for tile in tiles_for(kind, load, capability)
     ]
-    return [*found, *row_sums.builds()]
+    return [*found, *row_sums.builds(), *row_scans.builds()]
 
 
 def _wide(problem: RowProblem) -> Matrix:
@@ -238,22 +244,34 @@ def pack_params(problem: RowProblem) -> bytes:
     )  # fmt: skip
 
 
-def _plan_for(problem: RowProblem, stream: int, chosen: RowLaunch | SumLaunch | None = None) -> BlockPlan:
+_Launch = RowLaunch | SumLaunch | ScanLaunch
+
+
+def _choose(problem: RowProblem) -> _Launch:
     device = describe(problem.device.index)
-    if chosen is None:
-        chosen = row_sums.choose(problem, device.multiprocessors)
-    if chosen is None:
-        chosen = choose(problem, device.capability, device.multiprocessors)
-    if isinstance(chosen, SumLaunch):
-        (first, *further) = (
-            (load_function(device.index, device.capability, build, stream).ptr, grid, threads)
-            for build, grid, threads in chosen.steps
-        )
+    if problem.kind.scans:
+        return row_scans.choose(problem, device.multiprocessors)
+    sums = row_sums.choose(problem, device.multiprocessors)
+    return sums or choose(problem, device.capability, device.multiprocessors)
+
+
+def _plan_for(problem: RowProblem, stream: int, chosen: _Launch | None = None) -> BlockPlan:
+    device = describe(problem.device.index)
+    chosen = chosen or _choose(problem)
+
+    def function(build: KernelBuild) -> Any:
+        return load_function(device.index, device.capability, build, stream).ptr
+
+    if isinstance(chosen, RowLaunch):
+        loaded, params = function(chosen.build), pack_params(problem)
+        return BlockPlan(problem, loaded, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
+    if isinstance(chosen, ScanLaunch):
+        steps = [(function(build), grid, row_scans.THREADS) for build, grid in chosen.steps]
+        params = row_scans.pack_params(problem, chosen)
+    else:
+        steps = [(function(build), grid, threads) for build, grid, threads in chosen.steps]
         params = row_sums.pack_params(problem, chosen)
-        return BlockPlan(problem, *first, 0, params, tuple(further), chosen.scratch_bytes(problem))
-    function = load_function(device.index, device.capability, chosen.build, stream)
-    params = pack_params(problem)
-    return BlockPlan(problem, function.ptr, chosen.grid, chosen.tile.threads, chosen.build.shared_bytes, params)
+    return BlockPlan(problem, *steps[0], 0, params, tuple(steps[1:]), chosen.scratch_bytes(problem))
 
 
 def _head(operands: Operands, out: TensorView) -> bytes:
@@ -268,36 +286,43 @@ def launch(
     b: TensorView | None,
     out: TensorView,
     execution: Execution,
-    chosen: RowLaunch | SumLaunch | None = None,
+    chosen: _Launch | None = None,
 ) -> None:
     """Enqueue the operation once, by a launch of the caller's. Raises as what `Rows.prepare` gives."""
     plan_for = functools.partial(_plan_for, problem, execution.stream, chosen)
     block_launch.launch(problem, plan_for, _head((a, b), out), execution)
 
 
+def _sources(variant: str) -> tuple[str, ...]:
+    return (row_scans.SOURCE,) if KINDS_BY_NAME[variant].scans else (SOURCE, row_sums.SOURCE)
+
+
 class Rows(CudaImplementation[RowProblem]):
     """The row operations."""
 
     def __init__(self) -> None:
-        super().__init__(ROWS, lambda variant: (SOURCE, row_sums.SOURCE))
+        super().__init__(ROWS, _sources)
 
     def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
         return builds(capability)
 
     def explain(self, problem: RowProblem) -> Kernel:
-        device = describe(problem.device.index)
-        if sums := row_sums.choose(problem, device.multiprocessors):
-            _, grid, threads = sums.steps[0]
-            parts = f", {sums.parts} parts a row" if sums.parts > 1 else ""
+        chosen = _choose(problem)
+        label = problem.kind.label
+        if isinstance(chosen, ScanLaunch):
+            geometry = f"grid {chosen.steps[0][1]}, {row_scans.THREADS} threads"
+            return Kernel(name=f"{label} ({row_scans.SOURCE})", tile=str(chosen), geometry=geometry)
+        if isinstance(chosen, SumLaunch):
+            _, grid, threads = chosen.steps[0]
+            parts = f", {chosen.parts} parts a row" if chosen.parts > 1 else ""
             return Kernel(
-                name=f"{problem.kind.label} ({row_sums.SOURCE})",
-                tile=f"{sums.tile}{parts}",
+                name=f"{label} ({row_sums.SOURCE})",
+                tile=f"{chosen.tile}{parts}",
                 geometry=f"grid {grid}, {threads} threads",
             )
-        chosen = choose(problem, device.capability, device.multiprocessors)
         loads = {RowLoad.VECTOR: "pieces of 16 bytes", RowLoad.STRIDED: "any strides", RowLoad.ACROSS: "across rows"}
         return Kernel(
-            name=f"{problem.kind.label} ({SOURCE})",
+            name=f"{label} ({SOURCE})",
             tile=f"{chosen.tile}, {loads[chosen.tile.load]}",
             geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads",
         )

@@ -1,10 +1,10 @@
 """How TMA sees an operand: the shape of its tensor map, and the maps themselves, which hold a pointer.
 
 A map has four dimensions: along the operand's contiguous lines, across them, from box to box along the lines, and the
-batch. Of a batch of two dimensions the inner one is the third, and lines are not cut. Boxes are 64 elements wide, a row
-of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives the limits). Lines of whole boxes are cut into
-these, so that one copy takes all the boxes of a stage; others are not, their third dimension is 1, and what a box has
-beyond a line's end is zeros.
+batch. Of a batch of two dimensions the inner one is the third, and lines are not cut; of three, two have to be one
+(`folded`). Boxes are 64 elements wide, a row of the 128-byte swizzle (CUDA driver API, cuTensorMapEncodeTiled, gives
+the limits). Lines of whole boxes are cut into these, so that one copy takes all the boxes of a stage; others are not,
+their third dimension is 1, and what a box has beyond a line's end is zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..dispatch.requirements import install
@@ -24,9 +24,11 @@ from ..vocabulary.dtypes import BF16, F16, F32, DType
 __all__ = [
     "BOX_WIDTH",
     "SIZE_LIMIT",
+    "Folded",
     "MapShape",
     "available",
     "bindings",
+    "folded",
     "map_shapes",
     "out_quads",
     "output_map_shape",
@@ -175,21 +177,66 @@ def _shape(
     return MapShape(matrix.dtype, sizes, strides, 0, inner=inner)
 
 
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A problem with a batch of at most two dimensions. shared: how many indices of the second one have one matrix of
+    a, and of b, whose strides there are from one such matrix to the next."""
+
+    problem: GemmProblem
+    shared: tuple[int, int]
+
+    @property
+    def batches(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The batch of a and that of b, of as many matrices as there are."""
+        a, b = (
+            tuple(size // (shared if axis == 1 else 1) for axis, size in enumerate(self.problem.batch))
+            for shared in self.shared
+        )
+        return a, b
+
+
 # Of the problem in hand: the choice of a tile asks for every tile of the tables.
+@functools.lru_cache(maxsize=8)
+def folded(problem: GemmProblem) -> Folded | None:
+    """The problem with its batch as maps have it; None where that has more than two dimensions.
+
+    Of three the last two become one where each operand's matrices are at one distance from another, or one for all
+    indices of the last: attention of [B, L, H, D] in which several heads of q share one of k.
+    """
+    if len(problem.batch) < 3:
+        return Folded(problem, (1, 1))
+    if len(problem.batch) > 3:
+        return None
+    outer, heads, group = problem.batch
+
+    def fold(matrix: Matrix) -> tuple[Matrix, int] | None:
+        first, second, third = matrix.batch_strides
+        if second == group * third:
+            return replace(matrix, batch_strides=(first, third)), 1
+        return None if third else (replace(matrix, batch_strides=(first, second)), group)
+
+    a, b, out = fold(problem.a), fold(problem.b), fold(problem.out)
+    if a is None or b is None or out is None:
+        return None
+    whole = replace(problem, batch=(outer, heads * group), a=a[0], b=b[0], out=out[0])
+    return Folded(whole, (a[1], b[1]))
+
+
 @functools.lru_cache(maxsize=8)
 def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapShape, MapShape] | None:
     """The maps of a and b, boxes not chosen yet (0 rows), or None where TMA cannot describe one of them.
 
     k_major: whether a's and b's lines, which start at multiples of 16 bytes, are along k.
     """
-    if problem.k == 0 or len(problem.batch) > 2 or problem.a.dtype not in (F16, BF16):
+    if problem.k == 0 or problem.a.dtype not in (F16, BF16) or max(problem.m, problem.n) > SIZE_LIMIT:
         return None
-    if max(problem.m, problem.n) > SIZE_LIMIT:
+    mapped = folded(problem)
+    if mapped is None:
         return None
-    a, b, batch = problem.a, problem.b, problem.batch
+    a, b, (of_a, of_b) = mapped.problem.a, mapped.problem.b, mapped.batches
     shapes = (
-        _shape(a, batch, problem.m, a.row_stride, problem.k, a.col_stride, k_major[0]),
-        _shape(b, batch, problem.n, b.col_stride, problem.k, b.row_stride, k_major[1]),
+        _shape(a, of_a, problem.m, a.row_stride, problem.k, a.col_stride, k_major[0]),
+        _shape(b, of_b, problem.n, b.col_stride, problem.k, b.row_stride, k_major[1]),
     )
     return None if shapes[0] is None or shapes[1] is None else (shapes[0], shapes[1])
 
@@ -197,12 +244,16 @@ def map_shapes(problem: GemmProblem, k_major: tuple[bool, bool]) -> tuple[MapSha
 @functools.lru_cache(maxsize=8)
 def output_map_shape(problem: GemmProblem) -> MapShape | None:
     """The map of a 16-bit output with rows along n, box not chosen yet, or None where TMA cannot write it."""
+    mapped = folded(problem)
+    if mapped is None:
+        return None
+    problem = mapped.problem
     out = problem.out
     unit = 16 // out.dtype.itemsize
     lines = (problem.n, 0 if problem.m == 1 else out.row_stride, *out.batch_strides)
     if out.dtype not in (F16, BF16) or out.alignment < 16 or any(line % unit for line in lines):
         return None
-    if out.col_stride != 1 or len(problem.batch) > 2:
+    if out.col_stride != 1:
         return None
     return _shape(out, problem.batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
 
@@ -217,5 +268,5 @@ def out_quads(problem: GemmProblem) -> bool:
         and out.col_stride == 1
         and out.alignment >= 16
         and not any(line % 4 for line in lines)
-        and len(problem.batch) <= 2
+        and folded(problem) is not None
     )

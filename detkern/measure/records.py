@@ -113,7 +113,13 @@ def write(
     return path
 
 
-def write_here(what: str, rows: list[dict[str, Any]], sources: Iterable[Path], folder: Path | None) -> Path:
+def write_here(
+    what: str,
+    rows: list[dict[str, Any]],
+    sources: Iterable[Path],
+    folder: Path | None,
+    about: dict[str, Any] | None = None,
+) -> Path:
     """`write` for this process's first CUDA device, with the CUDA that PyTorch, the peer, was built for; says where."""
     import torch
 
@@ -122,7 +128,7 @@ def write_here(what: str, rows: list[dict[str, Any]], sources: Iterable[Path], f
     facts = describe(0)
     path = write(
         what, rows, gpu=facts.name, driver=facts.driver, sources=sources, folder=folder,
-        more={"cuda of torch": str(torch.version.cuda)},
+        more={"cuda of torch": str(torch.version.cuda)}, about=about,
     )  # fmt: skip
     print(path)
     return path

@@ -20,7 +20,8 @@ from .functions.indexing import embedding, gather, index_add, index_put, index_s
 from .functions.linear_logp import linear_cross_entropy, linear_logp
 from .functions.main_grads import main_grads_to_grad
 from .functions.recorded import FUNCTIONS as _FUNCTIONS
-from .functions.rows import log_softmax, mean, mean_square, softmax, sum
+from .functions.reductions import logsumexp, std, var, vector_norm
+from .functions.rows import cumsum, log_softmax, mean, mean_square, softmax, sum
 from .functions.scattered import rows_summed as scatter_sum
 from .layers.convert import ConversionReport, convert, revert
 from .layers.linear import Linear, zero_main_grads
@@ -28,10 +29,10 @@ from .mode.mode import batch_invariant_mode
 from .mode.process import disable, enable, is_enabled
 
 __all__ = [
-    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "disable", "embedding", "enable", "gather",
-    "index_add", "index_put", "index_select", "is_enabled", "linear", "linear_cross_entropy", "linear_logp",
-    "log_softmax", "main_grads_to_grad", "matmul", "mean",
-    "mean_square", "revert", "scatter_add", "scatter_sum", "softmax", "sum", "take", "zero_main_grads",
+    "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "cumsum", "disable", "embedding", "enable",
+    "gather", "index_add", "index_put", "index_select", "is_enabled", "linear", "linear_cross_entropy", "linear_logp",
+    "log_softmax", "logsumexp", "main_grads_to_grad", "matmul", "mean", "mean_square", "revert", "scatter_add",
+    "scatter_sum", "softmax", "std", "sum", "take", "var", "vector_norm", "zero_main_grads",
 ]  # fmt: skip
 
 

@@ -70,6 +70,17 @@ def fma_chain(a: list[float], b: list[float], acc: float = 0.0) -> float:
     return acc
 
 
+def exact_sum(terms: list[float]) -> float:
+    """The sum of binary32 numbers of any kind, rounded once to binary32."""
+    infinite = {term for term in terms if math.isinf(term)}
+    if any(math.isnan(term) for term in terms) or len(infinite) > 1:
+        return math.nan
+    if infinite:
+        return infinite.pop()
+    exact = sum(map(Fraction, terms), Fraction(0))
+    return round_fraction(exact, F32) if exact else 0.0
+
+
 def aligned_sum(terms: list[float]) -> float:
     """The sum of docs/contracts.md, "The aligned sum", of binary32 numbers of any kind."""
     infinite = {term for term in terms if math.isinf(term)}

@@ -75,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 
   for (int64_t tile = blockIdx.x; tile < tile_count<TILE_M, TILE_N>(p); tile += gridDim.x) {
     const OutputTile output = output_tile<TILE_M, TILE_N, BAND>(p, tile);
-    const CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
+    CopyA copy_a(static_cast<const uint16_t*>(p.a) + batch_offset(p, p.a_batch, output.batch), p.a_row, p.a_col,
                  output.row, p.m, p.k);
-    const CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
+    CopyB copy_b(static_cast<const uint16_t*>(p.b) + batch_offset(p, p.b_batch, output.batch), p.b_col, p.b_row,
                  output.column, p.n, p.k);
     float acc[BLOCKS_M][2 * BLOCKS_N][4];
 #pragma unroll
@@ -95,10 +95,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) {
-      copy_a.copy(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
-      copy_b.copy(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
+      copy_a.start(first_stage + stage * STAGE_BYTES, LayoutA{}, stage * TILE_K);
+      copy_b.start(first_stage + stage * STAGE_BYTES + LayoutA::BYTES, LayoutB{}, stage * TILE_K);
       copy_async_commit();
     }
+    copy_a.fetch(0);
+    copy_b.fetch(0);
+    copy_a.put(first_stage, LayoutA{}, 0);
+    copy_b.put(first_stage + LayoutA::BYTES, LayoutB{}, 0);
+    copy_a.fetch(TILE_K);
+    copy_b.fetch(TILE_K);
     // An iteration finishes the k tile before its own and does all but the last step of its own: with the barrier at
     // its start and not before the last step, the compiler sees who waits for the fragments loaded right behind it, and
     // has the last step of the other tile to cover them. The first iteration's "last step" is of zeros, which change no
@@ -113,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     for (uint32_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
       copy_async_wait<STAGES - 2>();  // this tile is complete
       __syncthreads();                // and every thread has read the one before it, whose stage is next to be filled
+      const uint32_t next = read == last_stage ? first_stage : read + STAGE_BYTES;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int loaded = step % 2, ready = 1 - loaded;
@@ -122,13 +129,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         for (int j = 0; j < BLOCKS_N; ++j) fragment_b.load(b[loaded][j], read + LayoutA::BYTES, j, step);
         // The copies come after the last ldmatrix, which could not be moved before them, and on both sides of the
         // products, which takes fewer registers. Past the end of K they give zeros, with nothing read.
-        if (step == STEPS - 1) copy_a.copy(write, LayoutA{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
+        if (step == STEPS - 1) {
+          copy_a.start(write, LayoutA{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
+          copy_a.put(next, LayoutA{}, (static_cast<int64_t>(k_tile) + 1) * TILE_K);
+          copy_a.fetch((static_cast<int64_t>(k_tile) + 2) * TILE_K);
+        }
         multiply(acc, a[ready], b[ready]);
       }
-      copy_b.copy(write + LayoutA::BYTES, LayoutB{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
+      copy_b.start(write + LayoutA::BYTES, LayoutB{}, (static_cast<int64_t>(k_tile) + STAGES - 1) * TILE_K);
+      copy_b.put(next + LayoutA::BYTES, LayoutB{}, (static_cast<int64_t>(k_tile) + 1) * TILE_K);
+      copy_b.fetch((static_cast<int64_t>(k_tile) + 2) * TILE_K);
       copy_async_commit();
       write = read;
-      read = read == last_stage ? first_stage : read + STAGE_BYTES;
+      read = next;
     }
     multiply(acc, a[1], b[1]);
 

@@ -7,8 +7,8 @@
 // Few rows. A tile of 16 or 32 rows has no more in a stage; wgmma reads 64, and what it finds in the others' place,
 // which may be changing, goes to outputs that are not written.
 // Outputs. With a tensor map and only rounded, of tiles of at most 64 rows: from registers to memory, where TILE_N is a
-// multiple of 64 only of m up to 16. Others through a slab of shared memory a warp; from there by TMA, where TILE_N is
-// a multiple of 64 and they have a map.
+// multiple of 64 only of m up to 16. Of 16 bits along rows without a map: from registers, too. Others through a slab of
+// shared memory a warp; from there by TMA, where TILE_N is a multiple of 64 and they have a map.
 // Swapped. The rows are columns of the output: A is a layer's weights, B its tokens, whose number may be any multiple
 // of 8 in a tile. Outputs leave a group's fragments as columns, through a slab of TILE_N rows of 64, by TMA.
 // Launch. 32 * WARPS_M threads: the consumers' and the producer's warp, which is a warp group where the consumers need
@@ -185,6 +185,8 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
           Out::finish_sixteen(p, map_out, tile, Out::warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::QUADS) {
           Out::finish_quads(p, tile, walk.own(), acc[block]);
+        } else if (Out::along_rows(p)) {
+          Out::finish_rows(p, tile, acc[block]);
         } else {
           Out::finish_any(p, tile, walk.own(), slabs, acc[block]);
         }

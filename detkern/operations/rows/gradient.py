@@ -92,6 +92,15 @@ def _by_call(variant: str) -> Backward:
     return backward
 
 
+def _of_incoming(variant: str) -> Backward:
+    """The backward that is a row operation of the incoming gradient alone."""
+
+    def backward(f: Framework, forward: Recorded, dy: Any) -> tuple[Any, ...]:
+        return (f.call(variant, forward.dtypes[0], dy),)
+
+    return backward
+
+
 def _sum_backward(f: Framework, forward: Recorded, dy: Any) -> tuple[Any, ...]:
     return (f.spread(f.cast(dy, forward.dtypes[0]), forward.width),)
 
@@ -184,8 +193,10 @@ RULES: Mapping[str, Rule] = {
     "mean_square": Rule("in", _by_call("mean_square_backward"), _mean_square_forward),
     "softmax": Rule("out", _by_call("softmax_backward"), _softmax_forward),
     "log_softmax": Rule("out", _by_call("log_softmax_backward"), _log_softmax_forward),
+    "cumsum": Rule("none", _of_incoming("cumsum_backward"), _linear_forward("cumsum")),
     "mean_backward": Rule("none", _mean_backward_backward, _backward_forward("mean_backward")),
     "mean_square_backward": Rule("in", _mean_square_backward_backward, _backward_forward("mean_square_backward")),
     "softmax_backward": Rule("in", _softmax_backward_backward, _backward_forward("softmax_backward")),
     "log_softmax_backward": Rule("in", _log_softmax_backward_backward, _backward_forward("log_softmax_backward")),
+    "cumsum_backward": Rule("none", _of_incoming("cumsum"), _linear_forward("cumsum_backward")),
 }

@@ -126,6 +126,6 @@ ROWS: Operation[RowProblem] = Operation(
     descriptor=Descriptor(
         4, {label: int(kind) for label, kind in KINDS.items()},
         mirror.RowDescriptor, ("a", "b", "out"), _addresses, row_descriptors,
-        lambda problem, tiles: "rows in vector lanes",
+        lambda problem, tiles: "a row at a time" if problem.kind.scans else "rows in vector lanes",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The problem of the row operations: one for ten of them, told apart by their kind."""
+"""The problem of the row operations: one for all of them, told apart by their kind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class RowKind(IntEnum):
 
     reduces:  whether a row becomes one number.
     spreads:  whether the first operand is one number a row.
+    scans:    whether a column's result is of the columns up to it, or from it on.
     operands: how many operands it has: a gradient other than that of a sum or a mean also needs what the forward saw.
     """
 
     reduces: bool
     spreads: bool
+    scans: bool
     operands: int
 
     SUM = 1
@@ -35,12 +37,15 @@ class RowKind(IntEnum):
     MEAN_SQUARE_BACKWARD = 8
     SOFTMAX_BACKWARD = 9
     LOG_SOFTMAX_BACKWARD = 10
+    CUMSUM = 11
+    CUMSUM_BACKWARD = 12
 
     def __init__(self, value: int) -> None:
         # Attributes, not properties: every call reads them.
         self.reduces = value <= 3
         self.spreads = 6 <= value <= 8
-        self.operands = 2 if value >= 8 else 1
+        self.scans = value >= 11
+        self.operands = 2 if 8 <= value <= 10 else 1
 
     @property
     def label(self) -> str:
@@ -57,7 +62,7 @@ _NAMES = {
 
 def operand_names(kind: RowKind) -> tuple[str, ...]:
     """The operands as the public function names them."""
-    return _NAMES.get(kind, ("dy",) if kind.spreads else ("x",))
+    return _NAMES.get(kind, ("dy",) if kind.label.endswith("_backward") else ("x",))
 
 
 def one_a_row(view: TensorView) -> TensorView:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import ContractUnsupported, ShapeError
 from ...vocabulary.arithmetic.binary32 import Array, Binary32, add, canonical, fma, round_to
+from ...vocabulary.arithmetic.prefix_sum import prefix_sums
 from ...vocabulary.dtypes import BF16, F16, F32, DType, from_numpy
 from .problem import RowKind
 
@@ -137,6 +138,10 @@ def _piece(kind: RowKind, a: Binary32, b: Binary32 | None, columns: int) -> Bina
         return np.repeat(a[:, None], columns, axis=1)
     if kind == RowKind.MEAN_BACKWARD:
         return np.repeat(_quotient(a, width)[:, None], columns, axis=1)
+    if kind == RowKind.CUMSUM:
+        return prefix_sums(a)
+    if kind == RowKind.CUMSUM_BACKWARD:
+        return prefix_sums(a[:, ::-1])[:, ::-1]
     assert b is not None
     if kind == RowKind.MEAN_SQUARE_BACKWARD:
         each = _quotient(a, width)

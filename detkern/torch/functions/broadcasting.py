@@ -38,6 +38,10 @@ class _Expand(torch.autograd.Function):  # type: ignore[misc]
                 return None, None, None
         return sum_to(dy, ctx.shape).to(ctx.dtype), None, None
 
+    @staticmethod
+    def below(x: Any, shape: Any, main_grad: Any) -> Any:
+        return _Expand.apply(x, shape, main_grad)
+
 
 def _lines(x: Any, shape: Any) -> Any:
     """x as [M, N], N the elements of a shape that broadcasts to its own."""

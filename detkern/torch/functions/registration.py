@@ -76,13 +76,18 @@ class Op:
     def evaluate(self, *arguments: Any) -> Any:
         """The kernel, with nothing recorded."""
         with torch.no_grad():
-            return self.kernel(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))
+            return self.kernel(*(_plain(x) if isinstance(x, torch.Tensor) else x for x in arguments))
 
     def gradients(self, ctx: Any, *incoming: Any) -> tuple[Any, ...]:
         """Those of all arguments."""
         assert self.backward is not None
         found = self.backward(ctx, *incoming)
         return *found, *(None,) * (len(self.defaults) - len(found))
+
+
+def _plain(x: Any) -> Any:
+    """What records nothing, and has memory: forward mode makes zeros that have none."""
+    return x.clone() if x._is_zerotensor() else x.detach()
 
 
 def call(op: Op, arguments: Sequence[Any], first: Any, second: Any, third: Any = None) -> Any:
@@ -184,11 +189,12 @@ def _function(op: Op) -> Any:
                 raise ArgumentError(f"{op.name} has no rule for torch.func.vmap: call it in a loop")
             return op.vmap(functools.partial(_again, op), info.batch_size, in_dims, *arguments)
 
+    Function.below = functools.partial(_again, op)
     Function.__name__ = Function.__qualname__ = op.name
     return Function
 
 
 def _again(op: Op, *arguments: Any) -> Any:
-    """Below a vmap: plain tensors, or those of the next transform."""
+    """Below a vmap or functionalize: plain tensors, or those of the next transform."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     return call(op, arguments, tensors[0], tensors[-1], tensors[1] if len(tensors) > 2 else None)

@@ -1,5 +1,5 @@
-"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax` over the last
-dimension or others.
+"""Row operations on tensors, with gradients: `sum`, `mean`, `mean_square`, `softmax`, `log_softmax`, `cumsum` over the
+last dimension or others.
 
 The arithmetic is that of `detkern.rows`, forward and backward, by the rules of detkern/operations/rows/gradient.py.
 Each operation is an op (registration.py says what that is).
@@ -22,7 +22,7 @@ from . import eager, route
 from .casting import torch_dtype
 from .registration import Op, call
 
-__all__ = ["OPS", "log_softmax", "mean", "mean_square", "softmax", "sum"]
+__all__ = ["OPS", "cumsum", "log_softmax", "mean", "mean_square", "reduced", "softmax", "sum"]
 
 
 Dim = int | Sequence[int] | None
@@ -105,14 +105,26 @@ def log_softmax(
     return _along("log_softmax", x, dim, out_dtype, backend)
 
 
+def cumsum(
+    x: torch.Tensor, dim: int = -1, *, out_dtype: torch.dtype | str | None = None, backend: str | None = None
+) -> torch.Tensor:
+    """The prefix sums of each row, `detkern.rows.cumsum`. Args, returns, raises: as `softmax`."""
+    return _along("cumsum", x, dim, out_dtype, backend)
+
+
 def _reduced(name: str, x: Any, dim: Any, keepdim: bool, out_dtype: Any, backend: str | None) -> Any:
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or (dim == -1 and not keepdim):
         return _run(name, out_dtype, backend, x)
+    return reduced(functools.partial(_run, name, out_dtype, backend), x, dim, keepdim)
+
+
+def reduced(run: Any, x: Any, dim: Any, keepdim: bool) -> Any:
+    """run, which makes [..] of [.., N], over the dimensions that dim means, which are one row. x has dimensions."""
     rank = x.dim()
     dims = [rank - 1] if dim == -1 or dim == [rank - 1] else _dimensions(x, dim)
     last = list(range(rank - len(dims), rank))
     moved = x if dims == last else x.movedim(dims, last)
-    result = _run(name, out_dtype, backend, moved if len(dims) == 1 else moved.flatten(last[0]))
+    result = run(moved if len(dims) == 1 else moved.flatten(last[0]))
     if keepdim and dims == last and len(dims) == 1:
         result = result.unsqueeze(-1)
     elif keepdim:
@@ -291,9 +303,11 @@ OPS = (
     _op("mean_square", "Tensor x"),
     _op("softmax", "Tensor x"),
     _op("log_softmax", "Tensor x"),
+    _op("cumsum", "Tensor x"),
     _op("mean_backward", "Tensor dy, SymInt width"),
     _op("mean_square_backward", "Tensor dy, Tensor x"),
     _op("softmax_backward", "Tensor dy, Tensor y"),
     _op("log_softmax_backward", "Tensor dy, Tensor y"),
+    _op("cumsum_backward", "Tensor dy"),
 )
 _BY_NAME = {op.name: op for op in OPS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import affine, attention, gradients, linear_logp, recorded, rows, scattered
+from . import affine, attention, functionalized, gradients, linear_logp, losses, recorded, reductions, rows, scattered
 from .registration import Op, register
 
 __all__ = ["OPS"]
@@ -10,6 +10,8 @@ __all__ = ["OPS"]
 OPS: tuple[Op, ...] = (
     *gradients.OPS,
     *rows.OPS,
+    *reductions.OPS,
+    *losses.OPS,
     *affine.OPS,
     *attention.OPS,
     *scattered.OPS,
@@ -19,3 +21,4 @@ OPS: tuple[Op, ...] = (
 
 for _op in OPS:
     register(_op)
+functionalized.register()

@@ -25,7 +25,9 @@ _BINARY = (
 _IN_PLACE = ("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_")
 _EXPANDING = ("expand", "expand_as", "broadcast_to")
 _OPERATORS = ("__rsub__", "__rdiv__", "__rtruediv__", "__rpow__", "__pow__")
-NAMES = (*_BINARY, *_IN_PLACE, *_EXPANDING, *_OPERATORS)
+_OUTER = ("outer", "ger")
+_TOGETHER = ("broadcast_tensors",)
+NAMES = (*_BINARY, *_IN_PLACE, *_EXPANDING, *_OPERATORS, *_OUTER, *_TOGETHER)
 
 
 def _needs(mode: Any, x: Any) -> bool:
@@ -66,4 +68,27 @@ def handler_of(func: Any, name: str) -> Callable[..., Any]:
         ]
         return func(*operands, **kwargs)
 
-    return expand if name in _EXPANDING else arithmetic
+    def outer(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or len(args) != 2 or kwargs or watched():
+            return NotImplemented
+        if not any(_needs(mode, x) for x in args) or any(x.dim() != 1 for x in args):
+            return NotImplemented
+        column, row = args[0].unsqueeze(1), args[1].unsqueeze(0)
+        shape = (column.shape[0], row.shape[1])
+        return broadcasting.expanded(column, shape) * broadcasting.expanded(row, shape)
+
+    def together(mode: Any, *tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+            tensors = tuple(tensors[0])
+        if not torch.is_grad_enabled() or not any(_needs(mode, x) for x in tensors) or watched():
+            return NotImplemented
+        plain = func(*(x.detach() for x in tensors))
+        return tuple(
+            broadcasting.expand(x, p.shape) if _needs(mode, x) and x.shape != p.shape else x.expand(p.shape)
+            for x, p in zip(tensors, plain, strict=True)
+        )
+
+    for names, handler in ((_EXPANDING, expand), (_OUTER, outer), (_TOGETHER, together)):
+        if name in names:
+            return handler
+    return arithmetic

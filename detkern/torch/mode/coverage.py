@@ -1,7 +1,7 @@
 """What batch_invariant_mode does with each function that PyTorch lets it see.
 
-- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, attention.py). One that gives
-  NotImplemented leaves the call to PyTorch, watched.
+- A *handler* computes it by detkern (products.py, einsum.py, reductions.py, statistics.py, losses.py, attention.py).
+  One that gives NotImplemented leaves the call to PyTorch, watched.
 - *Elementwise* functions have handlers too (pointwise.py, broadcasting.py); most of their calls are PyTorch's.
 - *Python* of PyTorch's own that calls such functions further down is run again with the mode on: a copy of the function
   that does not ask for modes at its start.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import attention, broadcasting, heads, indexing, pointwise, products, reductions
+from . import attention, broadcasting, heads, indexing, losses, pointwise, products, reductions, statistics
 from .einsum import einsum
 
 __all__ = [
@@ -61,7 +61,8 @@ def _by_function(handlers: dict[str, Callable[..., Any]]) -> dict[Any, Callable[
 
 
 def _summing() -> dict[Any, Callable[..., Any]]:
-    found = _by_function({**products.HANDLERS, **reductions.HANDLERS, **attention.HANDLERS, **indexing.HANDLERS})
+    parts = (products, reductions, statistics, losses, attention, indexing)
+    found = _by_function({name: handler for part in parts for name, handler in part.HANDLERS.items()})
     found[torch.linalg.matmul] = products.matmul
     found[torch.Tensor.__matmul__] = products.matmul
     found[torch.Tensor.__rmatmul__] = products.rmatmul
@@ -71,7 +72,8 @@ def _summing() -> dict[Any, Callable[..., Any]]:
     found[F.softmax] = reductions.functional_softmax
     found[F.log_softmax] = reductions.functional_log_softmax
     found[F.rms_norm] = reductions.rms_norm
-    found[F.cross_entropy] = reductions.cross_entropy
+    found[F.cross_entropy] = losses.cross_entropy
+    found[F.kl_div] = losses.functional_kl_div
     found[F.embedding] = indexing.functional_embedding
     if hasattr(F, "linear_cross_entropy"):
         found[F.linear_cross_entropy] = heads.linear_cross_entropy
@@ -154,6 +156,8 @@ def _pointwise() -> set[str]:
     return names
 
 
+# linalg_matrix_rank sums nothing, and with out= PyTorch leaves out as it was under a dispatch mode.
+# custom_function_call is an autograd.Function under a transform: what it calls is seen by itself.
 _PLAIN = """
     __get__ __set__ __delete__ __getitem__ __setitem__ __len__ __bool__ __int__ __float__ __index__
     __repr__ __str__ __format__
@@ -188,12 +192,13 @@ _PLAIN = """
     any all isin equal allclose isclose embedding one_hot layer_norm native_layer_norm group_norm
     uniform_ normal_ random_ exponential_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
     constant_ zeros_ ones_ eye_ orthogonal_ resize_ resize_as_ _set_grad_enabled set_grad_enabled
-    backward_hooks nll_loss nll_loss_nd pixel_shuffle max_pool1d max_pool2d max_pool3d glu prelu
+    backward_hooks pixel_shuffle max_pool1d max_pool2d max_pool3d glu prelu
     elu selu leaky_relu softplus
     logsigmoid hardtanh hardswish mish threshold clamp clip complex real imag view_as_real
     view_as_complex outer ger kron
     cartesian_prod meshgrid block_diag atleast_1d atleast_2d atleast_3d lerp lerp_ addcmul addcmul_ addcdiv addcdiv_
-    _foreach_add_ _foreach_mul_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_lerp_ _foreach_sqrt _foreach_div_
+    linalg_matrix_rank custom_function_call _foreach_add_ _foreach_mul_ _foreach_addcdiv_ _foreach_addcmul_
+    _foreach_lerp_ _foreach_sqrt _foreach_div_
 """
 PLAIN = (frozenset(_PLAIN.split()) | _pointwise()) - UNCOVERED
 

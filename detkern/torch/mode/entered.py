@@ -17,11 +17,12 @@ into the threads of the autograd engine, as the keys do.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 __all__ = [
     "KEY", "NAME", "RECORDING", "Entered", "by_keys", "call_compiled", "clear", "current", "enter", "is_recording",
-    "leave", "modes", "prune", "record", "suspended",
+    "leave", "modes", "prune", "record", "suspended", "switch_off",
 ]  # fmt: skip
 
 # PyTorch has these two above all others, those of torch.func among them, for its own tests of the dispatcher: nothing
@@ -42,23 +43,45 @@ _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
     torch._C._dispatch_tls_is_dispatch_key_included,
 )
-_has, _get, _set = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_has, _get = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+
+
+def _takes_a_reference() -> bool:
+    """Whether PyTorch takes the reference that it gives back when it drops an object. 2.11 does not, 2.13 does."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(NAME, probe)
+    if sys.getrefcount(probe) > count:
+        return True
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return False
+
+
+def _set(name: str, value: Any) -> None:
+    if not _COUNTED:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
+
+
+_COUNTED = _takes_a_reference()
 # A thread that ends with an object of Python there waits for the interpreter, so nothing stays. Earlier versions of
 # PyTorch lack the function, and leave an object there themselves.
 _remove = getattr(torch._C, "_remove_obj_from_tls", None) or (lambda name: _set(name, None))
+_remove(NAME)
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
     mode: Any
     lasting: bool  # by enable(), not by a with block
+    off: bool = False  # by disable(), for the rest of its with block
 
 
 class Entered:
     """What a thread is in.
 
     entries:   the innermost first.
-    modes:     theirs.
+    modes:     theirs, of those that are not off.
     suspended: whether they are on PyTorch's stack of function modes, and the keys off.
     caller:    the frame of Python that calls compiled code, for which they are suspended.
     recorded:  what RECORDING was when they were suspended.
@@ -68,7 +91,7 @@ class Entered:
 
     def __init__(self, entries: tuple[_Entry, ...], suspended: bool, caller: Any, recorded: bool) -> None:
         self.entries, self.suspended, self.caller, self.recorded = entries, suspended, caller, recorded
-        self.modes = tuple(entry.mode for entry in entries)
+        self.modes = tuple(entry.mode for entry in entries if not entry.off)
 
 
 def current() -> Entered | None:
@@ -111,6 +134,19 @@ def leave(mode: Any, *, lasting: bool = False) -> bool:
     return False
 
 
+def switch_off(mode: Any) -> bool:
+    """Take this thread out of the mode for the rest of the innermost with block that it is at work in; whether there
+    is one."""
+    now = current()
+    if now is None:
+        return False
+    for i, entry in enumerate(now.entries):
+        if entry.mode is mode and not entry.lasting and not entry.off:
+            _become((*now.entries[:i], replace(entry, off=True), *now.entries[i + 1 :]), now.suspended)
+            return True
+    return False
+
+
 def clear() -> None:
     """Take this thread out of all of its modes."""
     _become((), False)
@@ -142,7 +178,7 @@ def _become(entries: Iterable[_Entry], hidden: bool, caller: Any = None) -> None
         _set(NAME, after)
     elif before is not None:
         _remove(NAME)
-    at_work = after is not None and not after.suspended
+    at_work = after is not None and not after.suspended and bool(after.modes)
     _include(KEY, at_work)
     if not at_work:
         _include(RECORDING, False)

@@ -10,7 +10,7 @@ import torch
 from ..functions.casting import autocast
 from ..functions.functional import gathered
 from ..functions.linear_logp import linear_cross_entropy as fused
-from . import products, reductions
+from . import losses, products
 
 __all__ = ["linear_cross_entropy"]
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
         if logits is NotImplemented:
             return NotImplemented
         ignored = -100 if ignore_index is None else ignore_index
-        return reductions.cross_entropy(mode, logits, target, weight, None, ignored, None, reduction, label_smoothing)
+        return losses.cross_entropy(mode, logits, target, weight, None, ignored, None, reduction, label_smoothing)
     op = "mm" if linear_bias is None else "addmm"
     gathers = gathered(linear_weight) is not None and (linear_bias is None or gathered(linear_bias, "bias") is not None)
     loss = fused(

@@ -131,7 +131,18 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """PyTorch's, which is no op, asked about as a TorchFunctionMode is. A function of this module, for dynamo finds no
     closure in a dictionary."""
     assert _linear_cross_entropy is not None
-    if torch.compiler.is_dynamo_compiling() or entered.is_recording() is None:
+    if torch.compiler.is_dynamo_compiling():
+        depth = torch._C._len_torch_function_stack()
+        if depth == 0:
+            return _linear_cross_entropy(*args, **kwargs)
+        # Dynamo asks no mode about a function of Python that it looks into.
+        mode = torch._C._get_function_stack_at(depth - 1)
+        torch._C._pop_torch_function_stack()
+        try:
+            return mode.__torch_function__(_linear_cross_entropy, (), args, kwargs)
+        finally:
+            torch._C._push_on_torch_function_stack(mode)
+    if entered.is_recording() is None:
         return _linear_cross_entropy(*args, **kwargs)
     with entered.suspended():
         return _linear_cross_entropy(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..functions import functional, indexing, route
+from ..functions.functionalized import overwritten
 from .products import finish
 
 __all__ = ["ELEMENTWISE", "HANDLERS", "NAMES", "READING", "functional_embedding"]
@@ -56,9 +57,18 @@ def functional_embedding(
 
 
 def _embedding(
-    mode: Any, weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    mode: Any,
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    out: Any = None,
 ) -> Any:
     """aten::embedding's signature, where -1 is no row."""
+    if out is not None:
+        return torch.ops.aten.embedding.out(weight, indices, padding_idx, scale_grad_by_freq, sparse, out=out)
     if not _summed(mode, weight, scale_grad_by_freq, sparse) or weight.dim() != 2:
         return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     ignored = padding_idx if padding_idx >= 0 else None
@@ -116,9 +126,15 @@ def _getitem(mode: Any, x: Any, key: Any) -> Any:
 
 
 def _repeat_interleave(
-    mode: Any, input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    mode: Any,
+    input: Any,
+    repeats: Any = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+    out: Any = None,
 ) -> Any:
-    if repeats is None or not _recorded(mode, "index_select", input):
+    if repeats is None or out is not None or not _recorded(mode, "index_select", input):
         return _PLAIN
     x = input.reshape(-1) if dim is None else input
     d = 0 if dim is None else dim
@@ -181,12 +197,12 @@ def _scatter_reduce(
     return _PLAIN
 
 
-def _index_put(mode: Any, input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def _index_put(mode: Any, input: Any, indices: Any, values: Any, accumulate: bool = False, *, out: Any = None) -> Any:
     if not accumulate:
         return _PLAIN
     if not mode.covers("index_put", input, values) or input.dtype != values.dtype:
         return NotImplemented
-    return indexing.index_put(input, tuple(indices), values)
+    return finish(indexing.index_put(input, tuple(indices), values), out)
 
 
 def _of(native: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +220,7 @@ def _in_place(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def changed(mode: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         result = handler(mode, input, *args, **kwargs)
-        return result if result is NotImplemented or result is _PLAIN else input.copy_(result)
+        return result if result is NotImplemented or result is _PLAIN else overwritten(input, result)
 
     return _of(getattr(torch.Tensor, name), changed)
 
@@ -213,13 +229,13 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "embedding": _embedding, "index_select": _index_select, "gather": _gather, "take_along_dim": _take_along_dim,
     "take": _take,
     "index": _of(torch.ops.aten.index, _index),
-    "repeat_interleave": _of(torch.repeat_interleave, _repeat_interleave),
+    "repeat_interleave": _of(torch.ops.aten.repeat_interleave, _repeat_interleave),
     "index_add": _index_add, "index_add_": _in_place("index_add_", _index_add),
     "scatter_add": _scatter_add, "scatter_add_": _in_place("scatter_add_", _scatter_add),
     "scatter": _of(torch.scatter, _scatter), "scatter_": _in_place("scatter_", _scatter),
     "scatter_reduce": _of(torch.scatter_reduce, _scatter_reduce),
     "scatter_reduce_": _in_place("scatter_reduce_", _scatter_reduce),
-    "index_put": _of(torch.index_put, _index_put), "index_put_": _in_place("index_put_", _index_put),
+    "index_put": _of(torch.ops.aten.index_put, _index_put), "index_put_": _in_place("index_put_", _index_put),
 }  # fmt: skip
 # Reading with brackets: torch.compile makes its own of it.
 ELEMENTWISE: dict[str, Callable[..., Any]] = {"__getitem__": _getitem}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from . import broadcasting, coverage, hooks, indexing, products, reductions
+from . import broadcasting, coverage, hooks, indexing, losses, products
 from .einsum import einsum
 from .entered import KEY, NAME, RECORDING, prune
 
@@ -53,7 +53,7 @@ def _cross_entropy(
 ) -> Any:
     """aten::cross_entropy_loss's signature."""
     named = ("none", "mean", "sum")[reduction]
-    return reductions.cross_entropy(mode, self, target, weight, None, ignore_index, None, named, label_smoothing)
+    return losses.cross_entropy(mode, self, target, weight, None, ignore_index, None, named, label_smoothing)
 
 
 def _einsum(mode: Any, equation: str, tensors: Any, *, path: Any = None) -> Any:

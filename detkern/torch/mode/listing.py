@@ -18,7 +18,7 @@ __all__ = ["inserted", "names", "page_parts"]
 # Names as `names` gives them, and what becomes of them.
 _COVERED = (
     ("mm bmm mv dot vdot matmul linear linalg.vecdot", "one product by the contract"),
-    ("addmm baddbmm addmv addbmm", "[alpha and beta](contracts.md#alpha-and-beta)"),
+    ("addmm baddbmm addmv addbmm addr", "[alpha and beta](contracts.md#alpha-and-beta)"),
     ("einsum tensordot inner", "products; several contracted dimensions are one chain"),
     ("linalg.multi_dot chain_matmul", "from left to right"),
     ("sum mean softmax log_softmax", "[row operations](contracts.md#row-operations) over any dimensions"),
@@ -26,15 +26,24 @@ _COVERED = (
         "rms_norm",
         "`mean_square`, then PyTorch's elementwise functions in float32, with its epsilon where none is given",
     ),
+    ("logsumexp var var_mean std std_mean", "[reductions](contracts.md#reductions-made-of-row-operations)"),
+    ("norm linalg.norm linalg.vector_norm linalg.matrix_norm foreach_norm", "the same; order 0, 1, 2, ±inf"),
+    ("cumsum", "[prefix sums](contracts.md#prefix-sums): exact, each rounded once"),
     ("cross_entropy", "`log_softmax`, then sums over the losses and over the weights"),
+    ("nll_loss", "sums over the losses and over the weights"),
+    (
+        "mse_loss l1_loss smooth_l1_loss huber_loss",
+        "[losses](contracts.md#losses): all elements are one row",
+    ),
+    ("kl_div binary_cross_entropy_with_logits", "the same"),
     ("linear_cross_entropy", "[linear_logp](contracts.md#linear_logp) where it has class indices and no weights"),
     (
         "scaled_dot_product_attention",
         "[eager attention](contracts.md#scaled-dot-product-attention), no dropout; see below",
     ),
     ("add sub mul div pow rsub where", "the gradient of what they broadcast: a sum, see below"),
-    ("maximum minimum addcmul addcdiv lerp", "the same"),
-    ("expand expand_as broadcast_to", "the same"),
+    ("maximum minimum addcmul addcdiv lerp outer", "the same"),
+    ("expand expand_as broadcast_to broadcast_tensors", "the same"),
     ("embedding getitem index index_select", "their gradients: [scattered sums](contracts.md#the-scattered-sum)"),
     ("gather take take_along_dim repeat_interleave", "the same"),
     ("index_add scatter_add", "scattered sums onto the tensor"),
@@ -44,8 +53,8 @@ _COVERED = (
 # Other names of the same functions.
 _ALIASES = {
     "expit": "sigmoid", "linalg.matmul": "matmul", "rmatmul": "matmul", "subtract": "sub", "multiply": "mul",
-    "divide": "div", "true_divide": "div",
-    "rdiv": "div", "rtruediv": "div", "rpow": "pow",
+    "divide": "div", "true_divide": "div", "nll_loss2d": "nll_loss", "nll_loss_nd": "nll_loss",
+    "rdiv": "div", "ger": "outer", "rtruediv": "div", "rpow": "pow",
 }  # fmt: skip
 _WIDTH = 120
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from ...dispatch import registry
@@ -29,7 +28,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 DEVICE_TYPES = ("cpu", "cuda", "musa", "npu")
 _TYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 _OPERANDS = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_ROW_OPS = frozenset(("sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", *indexing.NAMES))
+_LOSSES = (
+    "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits",
+)  # fmt: skip
+_ROW_OPS = frozenset(
+    (
+        "sum", "mean", "softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp", "var", "std",
+        "vector_norm", "cumsum",
+        *_LOSSES, *indexing.NAMES,
+    )
+)  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _TRACED = ("FakeTensor", "FunctionalTensor", "Buffer")
@@ -121,12 +129,12 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         self._enter(lasting=True)
 
     def disable(self) -> None:
-        """Leave it again, also where other modes were entered since.
+        """Leave it again, also where other modes were entered since; in its own with block, for the rest of that.
 
         Raises:
             ArgumentError: it is not at work in this thread.
         """
-        if not (entered.leave(self, lasting=True) or entered.leave(self)):
+        if not (entered.leave(self, lasting=True) or entered.switch_off(self)):
             raise ArgumentError("this batch_invariant_mode is not enabled in this thread")
 
     def enter_outermost(self) -> None:
@@ -176,8 +184,6 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "detkern":
             return func(*args, **kwargs)
-        if func is custom_function_call and args[0].__module__.startswith("detkern."):
-            return func(*args, **kwargs)  # torch.func's way into an op of detkern's own
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.cond and its like, which call functions of Python
             with entered.by_keys():
                 return func(*args, **kwargs)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..functions import functional, route
+from ..functions import functional, route, rows
 from ..functions.affine import affine
 from ..functions.casting import autocast
+from ..functions.functionalized import overwritten
 
 __all__ = ["HANDLERS", "finish", "product"]
 
@@ -108,22 +109,23 @@ def rmatmul(mode: Any, self: Any, other: Any) -> Any:
     return matmul(mode, other, self)
 
 
-def linear(mode: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(mode: Any, input: Any, weight: Any, bias: Any = None, *, out: Any = None) -> Any:
     op = "mm" if bias is None else "addmm"
     if not mode.covers(op, input, weight):
         return NotImplemented
     if weight.dim() == 1 and bias is None:
-        return matmul(mode, input, weight)
+        return matmul(mode, input, weight, out=out)
     x, w, b = autocast(input, weight, bias)
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or x.dtype != w.dtype:
         return NotImplemented
     contract = mode.contract_for(op, x.dtype)
     if b is None or (b.dim() == 1 and b.shape[0] == weight.shape[0] and b.dtype == x.dtype):
         main_grads = functional.gathered(weight), functional.gathered(bias, "bias")
-        return functional.gathering_linear(x, w, b, *main_grads, None, contract, None)
+        return finish(functional.gathering_linear(x, w, b, *main_grads, None, contract, None), out)
     if b.dtype != x.dtype or not _expands(b.shape, (*input.shape[:-1], weight.shape[0])):
         return NotImplemented
-    return affine(functional.linear(x, w, out_dtype=torch.float32, contract=contract), b, 1.0, 1.0, x.dtype)
+    product = functional.linear(x, w, out_dtype=torch.float32, contract=contract)
+    return finish(affine(product, b, 1.0, 1.0, x.dtype), out)
 
 
 def _plus(op: str, mode: Any, input: Any, a: Any, b: Any, beta: Any, alpha: Any, out_dtype: Any, out: Any) -> Any:
@@ -196,14 +198,21 @@ def addbmm(mode: Any, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, al
         return NotImplemented
     if batch1.shape[0] != batch2.shape[0] or batch1.shape[2] != batch2.shape[1]:
         return NotImplemented
-    rows = batch1.transpose(0, 1).flatten(1)
-    return addmm(mode, input, rows, batch2.flatten(0, 1), beta=beta, alpha=alpha, out=out)
+    left = batch1.transpose(0, 1).flatten(1)
+    return addmm(mode, input, left, batch2.flatten(0, 1), beta=beta, alpha=alpha, out=out)
+
+
+def addr(mode: Any, input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+    """Of two vectors a product over one k, which is exact."""
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 1 for x in (vec1, vec2)):
+        return NotImplemented
+    return addmm(mode, input, vec1.unsqueeze(1), vec2.unsqueeze(0), beta=beta, alpha=alpha, out=out)
 
 
 def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
     def changed(mode: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = handler(mode, self, *args, **kwargs)
-        return NotImplemented if result is NotImplemented or result.shape != self.shape else self.copy_(result)
+        return NotImplemented if result is NotImplemented or result.shape != self.shape else overwritten(self, result)
 
     return changed
 
@@ -234,8 +243,13 @@ def tensordot(mode: Any, a: Any, b: Any, dims: Any = 2, dims_other: Any = None, 
     ):
         return NotImplemented
     dims_a, dims_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
-    if any(a.shape[i] != b.shape[j] for i, j in zip(dims_a, dims_b, strict=True)):
-        return NotImplemented
+    for i, j in zip(dims_a, dims_b, strict=True):
+        if a.shape[i] == b.shape[j]:
+            continue
+        if 1 not in (a.shape[i], b.shape[j]) or not mode.covers("sum", a, b):
+            return NotImplemented
+        # Of one against many PyTorch sums the many first.
+        a, b = (a, rows.sum(b, j, True)) if a.shape[i] == 1 else (rows.sum(a, i, True), b)
     free_a = [d for d in range(a.dim()) if d not in dims_a]
     free_b = [d for d in range(b.dim()) if d not in dims_b]
     shape = [*(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b)]
@@ -284,6 +298,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "mm": mm, "bmm": bmm, "mv": mv, "dot": dot, "vdot": dot, "matmul": matmul, "linalg_matmul": matmul,
     "linear": linear,
     "addmm": addmm, "baddbmm": baddbmm, "addmv": addmv, "addbmm": addbmm, "addmm_": _in_place(addmm),
-    "baddbmm_": _in_place(baddbmm), "addmv_": _in_place(addmv), "addbmm_": _in_place(addbmm), "inner": inner,
+    "baddbmm_": _in_place(baddbmm), "addmv_": _in_place(addmv), "addbmm_": _in_place(addbmm), "addr": addr,
+    "addr_": _in_place(addr), "inner": inner,
     "linalg_vecdot": vecdot, "linalg_multi_dot": multi_dot, "chain_matmul": chain_matmul,
 }  # fmt: skip

@@ -69,6 +69,12 @@ softmax_backward     bf16 c20c3b957f8032c8ab50714ad00b9ccd7595309716b809d3ceb4a3
 log_softmax_backward f32  c52bbe13e5497627b0afb55c2198fa6d7e8d263c6d808aa424aa36007a1ad559
 log_softmax_backward f16  1584f989d55f78c4fd48c60c4a8ba86b0dbe4416c127910f3e269da2de33de8c
 log_softmax_backward bf16 493b4ab07c6d68cdefa089d7ad6621b41e4086f57961149e747e60afdaeaca3d
+cumsum               f32  48932a10bff19297003f064da80142be465de5f60b177c450817650ff649d610
+cumsum               f16  e899bc6b8eb198b2d3b99b5ecf917244bf4daa99f993443998ed7793df24602e
+cumsum               bf16 fc7d7c2f93ade20b20d0e8f6a81f827be6aae4c0c0fe9032f3ca9a9a812589a4
+cumsum_backward      f32  bf9545092f5160fdf8da3dc00584e014b177fc40b64417b29aa82c8936632775
+cumsum_backward      f16  03989d3c8ed76f191bb916c56bc3993a28428f4f277c7223bb3dbca18e5df1b3
+cumsum_backward      bf16 dc09134686627e2d600126a7110352caa7179a1ab9bfd7e993ec5530542e89c3
 scatter_sum          f32  8da3984f1a41e5708f088a0fd7f99fad8d14903b3303e0c143fc4ea3e300444b
 scatter_sum          f16  e08937a4f22197f79cd4722947ae179490ba0fe9ad6e8ce1b836ceca707f2aa9
 scatter_sum          bf16 76acc82b72544806e0e13210e3e421b5597c2d7fc78befe20e77603438b54394
@@ -93,8 +99,11 @@ def _digest(contract: str, dtype: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("bias_gradient", "f16"), ("softmax", "bf16"), ("scatter_sum", "f16"), ("mean_square_backward", "f32")],
-)
+    [
+        ("bias_gradient", "f16"), ("softmax", "bf16"), ("scatter_sum", "f16"), ("mean_square_backward", "f32"),
+        ("cumsum", "f16"), ("cumsum_backward", "f32"),
+    ],
+)  # fmt: skip
 def test_the_replay_of_another_operation_gives_the_recorded_digests(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -415,7 +415,7 @@ def _rows_built(
 def _rows_to_compile() -> Iterator[tuple[str, loader.KernelBuild]]:
     """On sm_90a each kind, the types and the tiles going round, and those that need most registers; elsewhere the two
     kinds that need most of them."""
-    for number, kind in enumerate(RowKind):
+    for number, kind in enumerate(rows.KINDS):
         tiles = [tile for load in rows.RowLoad for tile in rows.tiles_for(kind, load, (9, 0))]
         operand = F32 if kind.spreads and kind.operands == 1 else (F32, F16, BF16)[number % 3]
         yield "sm_90a", rows.build_for(kind, operand, tiles[5 * number % len(tiles)])

@@ -4,6 +4,7 @@ every byte."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import pytest
 
 from detkern.cu.gemm_tile import Load, Tile, tiles_for
 from detkern.cu.geometry import SHARED_A, SHARED_B, Launch, launch_for, load_paths, oriented, takes
-from detkern.cu.tensor_map import MapShape
+from detkern.cu.tensor_map import MapShape, folded
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.operations.matrix import Matrix
 from detkern.tensors import Device, TensorView
@@ -95,7 +96,7 @@ def _wanted(
     k_size: int,
     row: int,
     k: int,
-    batch: tuple[int, int],
+    batch: tuple[int, ...],
     present: int,
     narrows: bool,
 ) -> np.ndarray:
@@ -108,7 +109,7 @@ def _wanted(
         if tile.mn_rows
         else (row + lines + 0 * along, k + along + 0 * lines)
     )
-    batch_offset = sum(index * stride for index, stride in zip(batch, matrix.batch_strides, strict=False))
+    batch_offset = sum(index * stride for index, stride in zip(batch, matrix.batch_strides, strict=True))
     mn_stride, k_stride = matrix.row_stride, matrix.col_stride
     addresses = 2 * (at_mn * mn_stride + at_k * k_stride + batch_offset)
     addresses = np.where((at_mn < mn) & (at_k < k_size), addresses, ZERO)
@@ -146,9 +147,9 @@ def _inside(start: int, extent: int, size: int, unit: int) -> int:
     return min(start, max(size - extent + unit - 1, 0) // unit * unit)
 
 
-def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[tuple[int, int], int, int]]]:
-    """(batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved back inside
-    of the output as TileWalk::output() does. problem: oriented."""
+def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[list[tuple[int, int, int]]]:
+    """(index of the batch, row, column) of the tiles that the CTAs of a cluster (or one alone) compute together, moved
+    back inside of the output as TileWalk::output() does. problem: oriented."""
     shares = tile.shares
     rows, columns = tile["TILE_M"], tile["TILE_N"]
     row_unit = 8 if load_paths(problem)[0] == Load.MN_MAJOR else 1
@@ -156,8 +157,7 @@ def _pairs(problem: GemmProblem, tile: Tile, rng: random.Random) -> Iterator[lis
     step_m, step_n = rows * (1 + (shares == SHARED_B)), columns * (1 + (shares == SHARED_A))
     for _ in range(3):
         row, column = rng.randrange(-(-problem.m // step_m)) * step_m, rng.randrange(-(-problem.n // step_n)) * step_n
-        sizes = (*problem.batch, 1, 1)
-        batch = rng.randrange(sizes[0]), rng.randrange(sizes[1])
+        batch = rng.randrange(math.prod(problem.batch))
         yield [
             (
                 batch,
@@ -172,6 +172,8 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
     assert launch.maps is not None
     if tile.swapped:
         problem, loads = oriented(problem, tile), loads[::-1]
+    mapped = folded(problem)
+    assert mapped is not None
     shares = tile.shares
     a = TmaTile(loads[0] == Load.MN_MAJOR, tile["TILE_M"], tile["TILE_K"])
     b = TmaTile(loads[1] == Load.MN_MAJOR, tile["TILE_N"], tile["TILE_K"])
@@ -183,12 +185,14 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
     few_b = narrows and (problem.n if b.mn_rows else problem.k) < ATOM
     before = CLEARED if narrows and problem.k < ATOM else UNTOUCHED
 
-    def index_of(matrix: Matrix, batch: tuple[int, int]) -> tuple[int, int]:
+    def index_of(matrix: Matrix, batch: int, shared: int) -> tuple[int, int]:
         """BatchIndex::of: of a dimension along which the operand is broadcast, 0."""
+        _, size = (*mapped.problem.batch, 1, 1)[:2]
         outer, inner = (
-            index * bool(stride) for index, stride in zip(batch, (*matrix.batch_strides, 0, 0), strict=False)
+            index * bool(stride)
+            for index, stride in zip(divmod(batch, size), (*matrix.batch_strides, 0, 0), strict=False)
         )
-        return outer, inner
+        return outer, inner // shared
 
     for ctas in _pairs(problem, tile, rng):
         k = rng.randrange(-(-problem.k // tile["TILE_K"])) * tile["TILE_K"]
@@ -196,16 +200,18 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
         counted = [0 for _ in ctas]
         for rank, (batch, row, column) in enumerate(ctas):
             copies = (
-                a.copies(row, k, index_of(problem.a, batch), whole_a, rank if shares == SHARED_A else None)[
-                    : 1 if few_a else None
-                ],
-                b.copies(column, k, index_of(problem.b, batch), whole_b, rank if shares == SHARED_B else None)[
-                    : 1 if few_b else None
-                ],
-            )
+                a.copies(
+                    row, k, index_of(mapped.problem.a, batch, mapped.shared[0]), whole_a,
+                    rank if shares == SHARED_A else None,
+                )[: 1 if few_a else None],
+                b.copies(
+                    column, k, index_of(mapped.problem.b, batch, mapped.shared[1]), whole_b,
+                    rank if shares == SHARED_B else None,
+                )[: 1 if few_b else None],
+            )  # fmt: skip
             assert (launch.maps.rest is None) == (b.rest == 0 or b.boxes == 0)
             if b.rest and not (few_b and b.boxes):
-                outer, inner = index_of(problem.b, batch)
+                outer, inner = index_of(mapped.problem.b, batch, mapped.shared[1])
                 at = (column + b.boxes * ATOM, k, inner, outer)
                 rest = launch.maps.rest or launch.maps.b
                 counted[rank] += _copied(stages[rank][1], rest, [(128 * b.boxes * b.box_rows, at)])
@@ -214,10 +220,11 @@ def _check(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load], launch: L
                     counted[target] += _copied(stages[target][side], shape, copies[side])
         assert counted == [expected] * len(ctas), f"{tile} {problem}"
         for (batch, row, column), (in_a, in_b) in zip(ctas, stages, strict=True):
+            index = tuple(map(int, np.unravel_index(batch, problem.batch)))
             in_a, in_b = (np.where(one == CLEARED, ZERO, one) for one in (in_a, in_b))
-            wanted = _wanted(a, problem.a, problem.m, problem.k, row, k, batch, present, narrows)
+            wanted = _wanted(a, problem.a, problem.m, problem.k, row, k, index, present, narrows)
             assert (in_a == wanted).all(), f"a of {tile} {loads} {problem}"
-            wanted = _wanted(b, _turned(problem.b), problem.n, problem.k, column, k, batch, b.box_rows, narrows)
+            wanted = _wanted(b, _turned(problem.b), problem.n, problem.k, column, k, index, b.box_rows, narrows)
             assert (in_b == wanted).all(), f"b of {tile} {loads} {problem}"
 
 
@@ -237,8 +244,14 @@ def _operand(
     line = -(-along // 8) * 8 + slack
     strides = (line, 1) if load == Load.K_MAJOR else (1, line)
     size = across * line
-    steps = (rng.choice((0, size)),) if len(batch) == 1 else (rng.choice((0, 7 * size + 64)), rng.choice((0, size)))
-    return (*batch, mn, k), (*steps[: len(batch)], *strides)
+    steps: tuple[int, ...] = rng.choice((0, size)), rng.choice((0, 7 * size + 64)), rng.choice((0, size))
+    if len(batch) == 1:
+        steps = steps[:1]
+    elif len(batch) == 3:  # heads, or one matrix for all heads of a group
+        steps = steps[1], *rng.choice(((batch[2] * size, size), (size, 0), (0, 0)))
+    else:
+        steps = steps[3 - len(batch) :]
+    return (*batch, mn, k), (*steps, *strides)
 
 
 def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Random) -> GemmProblem:
@@ -247,13 +260,14 @@ def _problem(tile: Tile, loads: tuple[Load, Load], out: DType, rng: random.Rando
         m = rng.choice([size for size in SIZES if size >= tile["TILE_N"]])
     if rng.random() < 0.1:
         m, n, k = rng.choice(((rng.choice(LARGE), n, k), (m, rng.choice(LARGE), k), (m, n, rng.choice(LARGE))))
-    batch = rng.choice(((), (), (2,), (7,), (3, 5)))
+    batch = rng.choice(((), (), (2,), (7,), (3, 5), (2, 3, 4)))
     (a_shape, a_strides), (b_shape, b_strides) = (
         _operand(m, k, loads[0], batch, rng),
         _operand(n, k, loads[1], batch, rng),
     )
     line = -(-n // 8) * 8
-    out_strides = (5 * m * line + 64, m * line)[2 - len(batch) :]
+    out_strides = (20 * m * line + 64, math.prod(batch[2:]) * m * line, m * line)
+    out_strides = {0: (), 1: out_strides[2:], 2: (out_strides[0], m * line)}.get(len(batch), out_strides)
     device = Device("cuda", 0)
     return gemm_problem(
         MMA16 if tile.table == "mma_wgmma" else TREE_MMA16,

@@ -1,5 +1,5 @@
-"""The row operations on a GPU against the CPU's bits: every tile forced, layouts, ragged sizes, specials, wide rows,
-streams, graphs."""
+"""The row operations of rows.cu on a GPU against the CPU's bits: every tile forced, layouts, ragged sizes, specials,
+wide rows, streams, graphs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _shapes(kind: RowKind, tile: RowTile) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("load", RowLoad, ids=lambda load: load.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", RowKind, ids=IDS)
+@pytest.mark.parametrize("kind", rows.KINDS, ids=lambda kind: kind.label)
 def test_every_tile_and_layout(kind: RowKind, dtype: DType, load: RowLoad) -> None:
     number = 0
     for tile in rows.tiles_for(kind, load, describe(DEVICE.index).capability):
@@ -134,7 +134,7 @@ def test_every_tile_and_layout(kind: RowKind, dtype: DType, load: RowLoad) -> No
         assert ran > 3, tile
 
 
-@pytest.mark.parametrize("kind", RowKind, ids=IDS)
+@pytest.mark.parametrize("kind", rows.KINDS, ids=lambda kind: kind.label)
 def test_every_kind_of_operands(kind: RowKind) -> None:
     for number, values in enumerate(operands.KINDS):
         for dtype in DTYPES:
@@ -146,7 +146,7 @@ def test_every_kind_of_operands(kind: RowKind) -> None:
                 assert differing(expected, out.bits()) == 0, (values, dtype, mode)
 
 
-@pytest.mark.parametrize("kind", RowKind, ids=IDS)
+@pytest.mark.parametrize("kind", rows.KINDS, ids=lambda kind: kind.label)
 def test_wide_rows(kind: RowKind) -> None:
     for dtype, count, width in (
         (BF16, 3, 151_936),

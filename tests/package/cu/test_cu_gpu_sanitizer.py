@@ -28,7 +28,7 @@ from cu_device import (
 )
 
 import detkern
-from detkern.cu import column_sum, row_sums, rows
+from detkern.cu import column_sum, row_scans, row_sums, rows
 from detkern.cu.device import describe
 from detkern.cu.gemm_tile import Load
 from detkern.dispatch.backend import Execution
@@ -181,7 +181,7 @@ def test_the_bias_gradient_watched(dtype: DType, load: Load) -> None:
             assert differing(expected.view(out_dtype.bits), cupy.asnumpy(out)) == 0
 
 
-@pytest.mark.parametrize("kind", RowKind, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("kind", rows.KINDS, ids=lambda kind: kind.label)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_the_row_operations_watched(dtype: DType, kind: RowKind) -> None:
     """Every tile, more rows than a grid's CTAs, rows that end within a piece, and where a tile does not hold them,
@@ -219,6 +219,26 @@ def test_the_row_operations_watched(dtype: DType, kind: RowKind) -> None:
         expected = getattr(detkern.rows, kind.label)(*given, *extra, out_dtype="f32", backend="cpu").view(np.uint32)
         got = cupy.asnumpy(out[..., 0] if kind.reduces else out[..., :cut])
         assert differing(expected, got) == 0, tile
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_prefix_sums_watched(dtype: DType) -> None:
+    """Every build; rows in turn, and rows in parts."""
+    import cupy
+
+    for number, (team, parts) in enumerate(((32, 1), (row_scans.THREADS, 1), (row_scans.THREADS, 3))):
+        kind = (RowKind.CUMSUM, RowKind.CUMSUM_BACKWARD)[number % 2]
+        host = operands.generate("normal", dtype, (17, 5003), number)
+        memory, out = cupy.asarray(host.view(dtype.bits)), cupy.empty(host.shape, F32.bits)
+        view = TensorView(memory.data.ptr, host.shape, (5003, 1), dtype, DEVICE, array=memory)
+        target = TensorView(out.data.ptr, host.shape, (5003, 1), F32, DEVICE, array=out)
+        problem = row_problem(kind, view, None, target, 5003)
+        chosen = row_scans.choose(problem, 132, team, parts)
+        assert chosen.parts == parts
+        chosen = replace(chosen, steps=tuple((build, 2) for build, _ in chosen.steps))
+        rows.launch(problem, view, None, target, Execution(DEVICE, 0, _scratch), chosen)
+        expected = getattr(detkern.rows, kind.label)(host, out_dtype="f32", backend="cpu").view(np.uint32)
+        assert differing(expected, cupy.asnumpy(out)) == 0
 
 
 def _scratch(size: int) -> TensorView:

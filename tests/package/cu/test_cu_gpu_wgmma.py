@@ -299,57 +299,75 @@ def test_batches_by_every_tile(contract: Contract, dtype: DType, loads: tuple[Lo
             assert [str(tile) for tile, count in zip(by_tma, counts, strict=True) if int(count)] == [], what
 
 
+def _grouped(view: TensorView, sharing: int) -> TensorView:
+    """[B, H, ..] as [B, H / sharing, sharing, ..], or as it is where nothing is shared."""
+    if sharing == 1:
+        return view
+    (batch, heads, *size), (outer, head, *strides) = view.shape, view.strides
+    shape = batch, heads // sharing, sharing, *size
+    return TensorView(
+        view.pointer, shape, (outer, sharing * head, head, *strides), view.dtype, DEVICE, array=view.array
+    )
+
+
+def _for_all_of_a_group(view: TensorView, sharing: int) -> TensorView:
+    """[B, Hkv, ..] as [B, Hkv, sharing, ..], broadcast."""
+    if sharing == 1:
+        return view
+    (batch, heads, *size), (outer, head, *strides) = view.shape, view.strides
+    shape = batch, heads, sharing, *size
+    return TensorView(view.pointer, shape, (outer, head, 0, *strides), view.dtype, DEVICE, array=view.array)
+
+
+def _turned(view: TensorView) -> TensorView:
+    shape, strides = (*view.shape[:-2], *view.shape[:-3:-1]), (*view.strides[:-2], *view.strides[:-3:-1])
+    return TensorView(view.pointer, shape, strides, view.dtype, DEVICE, array=view.array)
+
+
+@pytest.mark.parametrize(
+    ("length", "keys"), [(200, 136), (1, 520), (3, 264)], ids=["sequence", "one-row", "three-rows"]
+)
 @pytest.mark.parametrize(("heads", "sharing"), [(6, 1), (2, 3)], ids=["a-head-each", "heads-that-share"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_attention_in_the_layout_of_models(dtype: DType, heads: int, sharing: int) -> None:
+def test_attention_in_the_layout_of_models(dtype: DType, heads: int, sharing: int, length: int, keys: int) -> None:
     """q, k and v as [B, L, H, D]: two batch dimensions that do not merge, or heads of which several share one of k and
-    v. Scores and their products with v, by every tile, into both layouts of the output."""
+    v. Scores by every tile into both layouts of the output, against the replay; weights @ v, and both added to float32,
+    against the general kernel."""
     import cupy
 
-    batches, length, keys, depth = 3, 200, 136, 64
-    query_heads = heads * sharing
+    batches, depth = 3, 64
 
-    def placed(kind: str, count: int, rows: int, seed: int) -> tuple[np.ndarray, TensorView]:
+    def placed(kind: str, shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, TensorView]:
         """[B, H, rows, D] read from [B, rows, H, D]."""
-        values = operands.generate(kind, dtype, (batches, count, rows, depth), seed)
+        values = operands.generate(kind, dtype, (batches, *shape), seed)
         return values, batched(values, dtype, (0, 2, 1, 3))
 
-    q, q_view = placed("normal", query_heads, length, 61)
-    k, k_view = placed("normal", heads, keys, 62)
-    if sharing > 1:
-        # [B, Hkv, group] with one k for a group: three dimensions, of which two of q merge.
-        k = np.repeat(k, sharing, axis=1)
-        strides = k_view.strides
-        q_view = TensorView(
-            q_view.pointer, (batches, heads, sharing, length, depth),
-            (q_view.strides[0], sharing * depth, depth, *q_view.strides[2:]), dtype, DEVICE, array=q_view.array,
-        )  # fmt: skip
-        k_view = TensorView(
-            k_view.pointer, (batches, heads, sharing, keys, depth),
-            (strides[0], strides[1], 0, *strides[2:]), dtype, DEVICE, array=k_view.array,
-        )  # fmt: skip
-    turned = TensorView(
-        k_view.pointer, (*k_view.shape[:-2], depth, keys), (*k_view.strides[:-2], *k_view.strides[:-3:-1]), dtype,
-        DEVICE,
-        array=k_view.array,
-    )  # fmt: skip
-    expected = replay(MMA16, q, np.ascontiguousarray(np.swapaxes(k, -1, -2)))
-    fresh = np.full((batches, query_heads, length, keys), 0xFFAD, np.uint16).view(dtype.numpy)
-    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        out = batched(fresh, dtype, axes)
-        strides = out.strides
-        view = out
-        if sharing > 1:
-            view = TensorView(
-                out.pointer, (batches, heads, sharing, length, keys),
-                (strides[0], sharing * strides[1], *strides[1:]), dtype, DEVICE, array=out.array,
-            )  # fmt: skip
-        problem = gemm_problem(MMA16, q_view, turned, view, None, False)
-        loads = load_paths(problem)
-        tiles = [tile for tile in tiles_here(problem, loads) if tile.by_tma]
-        assert bool(tiles) == (len(problem.batch) <= 2)
-        for tile in tiles or [None]:
-            out.array[...] = 0xFFAD
-            run(MMA16, q_view, turned, view, tile=tile)
-            got = cupy.asnumpy(out.array).reshape([fresh.shape[axis] for axis in axes]).transpose(np.argsort(axes))
-            assert differing(expected, np.ascontiguousarray(got)) == 0, f"{tile} {axes}"
+    q, q_view = placed("normal", (heads * sharing, length, depth), 61)
+    k, k_view = placed("normal", (heads, keys, depth), 62)
+    _, v_view = placed("normal", (heads, keys, depth), 63)
+    weights = batched(
+        operands.generate("normal", dtype, (batches, heads * sharing, length, keys), 64), dtype, (0, 1, 2, 3)
+    )
+    scores = replay(MMA16, q, np.ascontiguousarray(np.swapaxes(np.repeat(k, sharing, axis=1), -1, -2)))
+    products = (
+        (_grouped(q_view, sharing), _turned(_for_all_of_a_group(k_view, sharing)), scores),
+        (_grouped(weights, sharing), _for_all_of_a_group(v_view, sharing), None),
+    )
+    for (a, b, expected), axes, kind in itertools.product(products, ((0, 1, 2, 3), (0, 2, 1, 3)), (dtype, F32)):
+        shape = batches, heads * sharing, length, b.shape[-1]
+        fresh = operands.generate("normal", F32, shape, 65) if kind == F32 else np.full(shape, 0xFFAD, np.uint16)
+        out = batched(fresh.view(kind.numpy), kind, axes)
+        start, view = out.array.copy(), _grouped(out, sharing)
+        problem = gemm_problem(MMA16, a, b, view, None, kind == F32)
+        tiles = tiles_here(problem, load_paths(problem))
+        by_tma = [tile for tile in tiles if tile.by_tma]
+        assert by_tma
+        run(MMA16, a, b, view, accumulate=kind == F32, tile=_general(tiles))
+        wanted = out.array.copy()
+        if expected is not None and kind != F32:
+            stored = cupy.asnumpy(wanted).reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
+            assert differing(expected, np.ascontiguousarray(stored)) == 0
+        for tile in by_tma:
+            cupy.copyto(out.array, start)
+            run(MMA16, a, b, view, accumulate=kind == F32, tile=tile)
+            assert int(cupy.count_nonzero(out.array != wanted)) == 0, f"{tile} {axes} {kind}"

@@ -66,7 +66,7 @@ def test_every_field_is_where_the_header_says() -> None:
         "m": (7,), "n": (9,), "k": (11,),
         "a_row": (13,), "a_col": (1,), "b_row": (17,), "b_col": (2,), "out_row": (1,), "out_col": (19,),
         "bias_stride": (-3,), "out_dtype": (2,), "bias_dtype": (1,), "accumulate": (0,), "batch_rank": (2,),
-        "out_path": (0,), "whole_boxes": (0,),
+        "out_path": (0,), "whole_boxes": (0,), "a_shared": (1,), "b_shared": (1,),
         "prefetch_bytes": (65536,),
         "batch_shape": (*batch, *(1 for _ in rest)), "a_batch": (1000, 200, *rest), "b_batch": (0, 300, *rest),
         "out_batch": (-900, 150, *rest),

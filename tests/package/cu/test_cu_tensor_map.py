@@ -11,7 +11,7 @@ import cu_driver
 import pytest
 
 from detkern.cu import tensor_map
-from detkern.cu.tensor_map import MapShape, map_shapes, output_map_shape
+from detkern.cu.tensor_map import MapShape, folded, map_shapes, output_map_shape
 from detkern.errors import DeviceError
 from detkern.operations.gemm.problem import GemmProblem, gemm_problem
 from detkern.tensors import Device, TensorView
@@ -118,9 +118,64 @@ def test_batches_of_two_dimensions_at_most_have_maps() -> None:
     problem = _problem(a, b)
     assert len(problem.batch) == 3
     assert map_shapes(problem, ROWS) is None, "one dimension more than a map has"
+    four = (7, 2, 3, 5), (2**24, 2**22, 2**20)
+    a, b = (
+        _view((*four[0], *size), (*four[1], 9000, *strides))
+        for size, strides in (((100, 72), (80, 1)), ((72, 56), (64, 1)))
+    )
+    assert folded(_problem(a, b)) is None
     many = _view((2**31, 1, 72), (80, 80, 1)), _view((2**31, 72, 8), (1024, 8, 1))
     out = _view((2**31, 1, 8), (16, 8, 1))
     assert map_shapes(_problem(*many, out), ROWS) is None, "more batches than a coordinate counts"
+
+
+def _heads(rows: int, depth: int, sharing: int, groups: int = 3) -> TensorView:
+    """[B, Hkv, G, rows, depth] read from [B, rows, H, depth], of `groups` heads times `sharing`, or of heads that G
+    share."""
+    heads = groups * max(sharing, 1)
+    strides = (rows * heads * depth, max(sharing, 1) * depth, depth if sharing else 0, heads * depth, 1)
+    return _view((2, groups, sharing or 4, rows, depth), strides)
+
+
+def _turned(view: TensorView) -> TensorView:
+    return _view((*view.shape[:-2], *view.shape[:-3:-1]), (*view.strides[:-2], *view.strides[:-3:-1]), view.dtype)
+
+
+def test_heads_that_share_a_matrix_are_one_dimension_with_those_that_do_not() -> None:
+    """q of [B, L, Hkv * G, D] and k of [B, L, Hkv, D]."""
+    q, k = _heads(100, 64, 4), _turned(_heads(200, 64, 0))
+    problem = _problem(q, k, _view((2, 3, 4, 100, 200), (240000, 80000, 20000, 200, 1)))
+    assert problem.batch == (2, 3, 4)
+    mapped = folded(problem)
+    assert mapped is not None
+    assert (mapped.problem.batch, mapped.shared, mapped.batches) == ((2, 12), (1, 4), ((2, 12), (2, 3)))
+    assert map_shapes(problem, (True, True)) == (
+        MapShape(BF16, (64, 100, 2), (2 * 768, 2 * 76800), 0, inner=(12, 128)),
+        MapShape(BF16, (64, 200, 2), (2 * 192, 2 * 38400), 0, inner=(3, 128)),
+    )
+    assert output_map_shape(problem) == MapShape(BF16, (200, 100, 2), (400, 480000), 0, inner=(12, 40000))
+    # k.T @ q, as the gradient of v has it: a is shared.
+    turned = _problem(_turned(k), _turned(q), _view((2, 3, 4, 200, 100), (240000, 80000, 20000, 100, 1)))
+    mapped = folded(turned)
+    assert mapped is not None
+    assert (mapped.shared, mapped.batches) == ((4, 1), ((2, 3), (2, 12)))
+    # One matrix for all heads is a batch of one.
+    alone = _view((2, 3, 4, 64, 200), (12800, 0, 0, 1, 64))
+    mapped = folded(_problem(q, alone, _view((2, 3, 4, 100, 200), (240000, 80000, 20000, 200, 1))))
+    assert mapped is not None
+    assert (mapped.problem.b.batch_strides, mapped.shared) == ((12800, 0), (1, 1))
+
+
+def test_three_dimensions_that_are_none_are_not_for_tma() -> None:
+    q, k = _heads(100, 64, 4), _turned(_heads(200, 64, 0))
+    apart = _view((2, 3, 4, 100, 200), (2**22, 2**20, 2**17, 200, 1))  # the outputs of a group's heads
+    problem = _problem(q, k, apart)
+    assert problem.batch == (2, 3, 4)
+    assert folded(problem) is None
+    assert map_shapes(problem, (True, True)) is None
+    assert output_map_shape(problem) is None
+    of_groups = _view((2, 3, 4, 64, 200), (12800, 0, 64, 1, 64))  # k is shared by heads that are not neighbours
+    assert folded(_problem(q, of_groups, _view((2, 3, 4, 100, 200), (240000, 80000, 20000, 200, 1)))) is None
 
 
 def test_no_k_and_other_types_are_not_for_tma() -> None:

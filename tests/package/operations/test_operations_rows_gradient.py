@@ -55,10 +55,12 @@ EXACT: dict[str, F64] = {
     "mean_square": lambda x, n: (x * x).mean(-1),
     "softmax": lambda x, n: np.exp(_log_softmax(x)),
     "log_softmax": lambda x, n: _log_softmax(x),
+    "cumsum": lambda x, n: x.cumsum(-1),
     "mean_backward": lambda dy, n: np.repeat(dy[..., None] / n, n, -1),
     "mean_square_backward": lambda dy, x, n: dy[..., None] * 2 * x / n,
     "softmax_backward": lambda dy, y, n: _softmax_backward(dy, y),
     "log_softmax_backward": lambda dy, y, n: dy - np.exp(y) * dy.sum(-1, keepdims=True),
+    "cumsum_backward": lambda dy, n: dy[..., ::-1].cumsum(-1)[..., ::-1],
 }
 M, N = 3, 11
 
@@ -66,7 +68,7 @@ M, N = 3, 11
 def _operands(name: str) -> list[np.ndarray]:
     generator = np.random.default_rng(len(name))
     wide, narrow = generator.normal(size=(2, M, N)), generator.normal(size=M)
-    if not name.endswith("_backward"):
+    if not name.endswith("_backward") or name == "cumsum_backward":
         return [wide[0]]
     first = narrow if name.startswith("mean") else wide[0]
     if name == "mean_backward":

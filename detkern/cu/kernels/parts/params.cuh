@@ -40,6 +40,8 @@ struct GemmParams {
   int32_t batch_rank;
   int32_t out_path;     // OutPath
   int32_t whole_boxes;  // of the operands whose tensor maps give all boxes of a tile at once; 0 without maps
+  int32_t a_shared;     // how many indices of the batch's second dimension have one matrix of a; 1 without maps
+  int32_t b_shared;
   int64_t batch_shape[MAX_BATCH_RANK];  // 1 from batch_rank on
   int64_t a_batch[MAX_BATCH_RANK];
   int64_t b_batch[MAX_BATCH_RANK];

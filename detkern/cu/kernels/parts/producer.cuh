@@ -36,14 +36,17 @@ class MatrixSource {
     bytes_ = bytes_of<TileA>(rows_a, p.m, p.k) + bytes_of<TileB>(TileB::BOX_ROWS, p.n, p.k);
     few_a_ = NARROWS && (TileA::MN_ROWS ? p.m : p.k) < ATOM;
     few_b_ = NARROWS && (TileB::MN_ROWS ? p.n : p.k) < ATOM;
-    const bool batch_b = p.batch_rank != 0 && (p.b_batch[0] != 0 || (p.batch_rank == 2 && p.b_batch[1] != 0));
+    const bool batch_b =
+        p.batch_rank != 0 && p.b_shared == 1 && (p.b_batch[0] != 0 || (p.batch_rank == 2 && p.b_batch[1] != 0));
     rank_ = SHARED_OPERAND == SHARED_NONE ? 0 : cluster_rank();
     once_b_ = walk.rows() <= AT_ONE_TIME && (batch_b || p.batch_rank == 0);
   }
 
   DETKERN_INLINE void seek(const OutputTile& tile) {
     tile_ = tile;
-    batch_ = BatchIndex(p_, tile.batch);
+    const BatchIndex batch(p_, tile.batch);
+    batch_of_a_ = batch.of(p_, p_.a_batch, p_.a_shared);
+    batch_of_b_ = batch.of(p_, p_.b_batch, p_.b_shared);
   }
 
   // Before the first stage is filled, by the producing warp, of the stages that the walk's tiles will go through: sets
@@ -62,20 +65,19 @@ class MatrixSource {
   // Starts the copies of stage `block` of the tile to the ring's; `full` counts their bytes.
   template <class RingType>
   DETKERN_INLINE void fill(const RingType& ring, uint32_t stage, uint32_t block, uint32_t full) const {
-    const BatchIndex batch_of_a = batch_.of(p_, p_.a_batch), batch_of_b = batch_.of(p_, p_.b_batch);
     const int k = block * BLOCK_K;
     if constexpr (SHARED_OPERAND == SHARED_B) {
-      TileB::template copy<Copy::TO_BOTH>(ring.b(stage), map_b_, tile_.column, k, batch_of_b, full, whole_b_, rank_);
+      TileB::template copy<Copy::TO_BOTH>(ring.b(stage), map_b_, tile_.column, k, batch_of_b_, full, whole_b_, rank_);
     } else if (once_b_) {
-      TileB::template copy<Copy::ONCE>(ring.b(stage), map_b_, tile_.column, k, batch_of_b, full, whole_b_, 0, few_b_);
+      TileB::template copy<Copy::ONCE>(ring.b(stage), map_b_, tile_.column, k, batch_of_b_, full, whole_b_, 0, few_b_);
     } else {
-      TileB::template copy<Copy::PLAIN>(ring.b(stage), map_b_, tile_.column, k, batch_of_b, full, whole_b_, 0, few_b_);
+      TileB::template copy<Copy::PLAIN>(ring.b(stage), map_b_, tile_.column, k, batch_of_b_, full, whole_b_, 0, few_b_);
     }
     if constexpr (TileB::REST > 0) {
-      if (TileB::BOXES == 0 || !few_b_) TileB::copy_rest(ring.b(stage), *map_rest_, tile_.column, k, batch_of_b, full);
+      if (TileB::BOXES == 0 || !few_b_) TileB::copy_rest(ring.b(stage), *map_rest_, tile_.column, k, batch_of_b_, full);
     }
     constexpr Copy COPY_A = SHARED_OPERAND == SHARED_A ? Copy::TO_BOTH : Copy::PLAIN;
-    TileA::template copy<COPY_A>(ring.a(stage), map_a_, tile_.row, k, batch_of_a, full, whole_a_, rank_, few_a_);
+    TileA::template copy<COPY_A>(ring.a(stage), map_a_, tile_.row, k, batch_of_a_, full, whole_a_, rank_, few_a_);
   }
 
  private:
@@ -97,7 +99,7 @@ class MatrixSource {
   int bytes_;
   bool whole_a_, whole_b_, once_b_, few_a_, few_b_;
   OutputTile tile_;
-  BatchIndex batch_;
+  BatchIndex batch_of_a_, batch_of_b_;
 };
 
 // Fills the ring with the stages of each of the walk's tiles, by one thread. WAITS_IN_LOOP: for the earlier grid only

@@ -29,11 +29,13 @@ struct BatchIndex {
     inner = static_cast<int>(batch) - outer * size;
   }
 
-  // That of an operand, which may be broadcast along either dimension.
-  DETKERN_INLINE BatchIndex of(const GemmParams& p, const int64_t (&strides)[MAX_BATCH_RANK]) const {
+  // That of an operand, which may be broadcast along either dimension, and of which `shared` indices of the second one
+  // have one matrix.
+  DETKERN_INLINE BatchIndex of(const GemmParams& p, const int64_t (&strides)[MAX_BATCH_RANK], int shared) const {
     BatchIndex result;
     result.outer = p.batch_rank != 0 && strides[0] != 0 ? outer : 0;
     result.inner = p.batch_rank == 2 && strides[1] != 0 ? inner : 0;
+    if (shared != 1) result.inner = static_cast<uint32_t>(result.inner) / static_cast<uint32_t>(shared);
     return result;
   }
 };

@@ -197,30 +197,41 @@ class TileOutputs {
   // Finishes and writes 64 rows of 16-bit outputs with a map, the first of which is tile.row.
   static DETKERN_INLINE void finish_sixteen(const GemmParams& p, const TensorMap& map_out, const OutputTile& tile,
                                             uint32_t slab, Accumulators& acc) {
-    // A chain from +0 never ends at -0, so that the contract's + 0 changes nothing before the rounding.
-    if (p.bias_dtype != NONE && TURNED) {
-      const int64_t row = tile.row + thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
-      const float bias[2] = {bias_at(p, row, p.m), bias_at(p, row + 8, p.m)};
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) registers(acc)[i] = __fadd_rn(registers(acc)[i], bias[i / 2 % 2]);
-    } else if (p.bias_dtype != NONE) {
-      const Epilogue epilogue(p, tile.batch);
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        SlabFragments& fragments = slab_part(acc, part);
-#pragma unroll
-        for (int j = 0; j < SLAB_N / 8; ++j) {
-          float bias[2];
-          epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) fragments[j][i] = __fadd_rn(fragments[j][i], bias[i % 2]);
-        }
-      }
-    }
+    add_bias(p, tile, acc);
     if (p.out_dtype == F16) {
       store_rounded<F16>(p, map_out, tile, BatchIndex(p, tile.batch), slab, acc);
     } else {
       store_rounded<BF16>(p, map_out, tile, BatchIndex(p, tile.batch), slab, acc);
+    }
+  }
+
+  // Whether outputs without a map go to memory from registers: 16-bit ones along rows, which start anywhere.
+  static DETKERN_INLINE bool along_rows(const GemmParams& p) { return p.out_col == 1 && p.out_dtype != F32; }
+
+  // Finishes and writes 64 rows of them. The four lanes of a row write 16 bytes of it, by words where these are aligned.
+  static DETKERN_INLINE void finish_rows(const GemmParams& p, const OutputTile& tile, Accumulators& acc) {
+    add_bias(p, tile, acc);
+    const int thread = thread_index(), lane = thread % 32;
+    const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
+    const int end = clamp(p.n - column, COLUMNS);
+    uint16_t* line = static_cast<uint16_t*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool has_row = has_rows() && row + 8 * half < p.m, aligned = reinterpret_cast<uint64_t>(line) % 4 == 0;
+      if (has_row) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j) {
+          if (8 * j >= end) continue;
+          const uint32_t two = p.out_dtype == F16 ? word<F16>(acc, j, half) : word<BF16>(acc, j, half);
+          if (aligned && 8 * j + 1 < end) {
+            *reinterpret_cast<uint32_t*>(line + 8 * j) = two;
+          } else {
+            line[8 * j] = static_cast<uint16_t>(two);
+            if (8 * j + 1 < end) line[8 * j + 1] = static_cast<uint16_t>(two >> 16);
+          }
+        }
+      }
+      line += 8 * p.out_row;
     }
   }
 
@@ -352,6 +363,29 @@ class TileOutputs {
   }
 
  private:
+  // A chain from +0 never ends at -0, so that the contract's + 0 changes nothing before a rounding to 16 bits.
+  static DETKERN_INLINE void add_bias(const GemmParams& p, const OutputTile& tile, Accumulators& acc) {
+    if (p.bias_dtype != NONE && TURNED) {
+      const int64_t row = tile.row + thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
+      const float bias[2] = {bias_at(p, row, p.m), bias_at(p, row + 8, p.m)};
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) registers(acc)[i] = __fadd_rn(registers(acc)[i], bias[i / 2 % 2]);
+    } else if (p.bias_dtype != NONE) {
+      const Epilogue epilogue(p, tile.batch);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        SlabFragments& fragments = slab_part(acc, part);
+#pragma unroll
+        for (int j = 0; j < SLAB_N / 8; ++j) {
+          float bias[2];
+          epilogue.load_bias(tile.column + part * SLAB_N + 8 * j + thread_index() % 4 * 2, bias);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) fragments[j][i] = __fadd_rn(fragments[j][i], bias[i % 2]);
+        }
+      }
+    }
+  }
+
   static DETKERN_INLINE float (&registers(Accumulators& acc))[COLUMNS / 2] {
     return reinterpret_cast<float (&)[COLUMNS / 2]>(acc);
   }

@@ -23,6 +23,7 @@ REFERENCES = {
     "mean_square": lambda x: x.square().mean(-1),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
+    "cumsum": lambda x: x.cumsum(-1),
 }
 BACKWARDS = {
     "mean": lambda dy, x, y: rows.mean_backward(dy, x.shape[-1]),
@@ -30,6 +31,7 @@ BACKWARDS = {
     "softmax": lambda dy, x, y: rows.softmax_backward(dy, y),
     "log_softmax": lambda dy, x, y: rows.log_softmax_backward(dy, y),
     "sum": lambda dy, x, y: rows.sum_backward(dy, x.shape[-1]),
+    "cumsum": lambda dy, x, y: rows.cumsum_backward(dy),
 }
 
 
@@ -77,7 +79,7 @@ def test_registered_ops_keep_pytorchs_rules(name: str) -> None:
         operands: tuple[Any, ...] = (torch.randn(3, requires_grad=True), 9)
     elif name == "mean_square_backward":
         operands = (torch.randn(3, requires_grad=True), x)
-    elif name.endswith("_backward"):
+    elif name.endswith("_backward") and name != "cumsum_backward":
         operands = (torch.randn(3, 9, requires_grad=True), x)
     else:
         operands = (x,)
@@ -103,7 +105,7 @@ def test_hessians_and_forward_mode_of_the_gradients_agree_with_pytorch(name: str
 
 PYTORCHS = {
     "sum": torch.sum, "mean": torch.mean, "mean_square": lambda x, *rest, **named: x.square().mean(*rest, **named),
-    "softmax": torch.softmax, "log_softmax": torch.log_softmax,
+    "softmax": torch.softmax, "log_softmax": torch.log_softmax, "cumsum": torch.cumsum,
 }  # fmt: skip
 
 

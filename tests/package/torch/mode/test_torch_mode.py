@@ -19,7 +19,7 @@ import detkern
 from detkern import rows
 from detkern.errors import ArgumentError, ContractUnsupported
 from detkern.torch import batch_invariant_mode
-from detkern.torch.mode import coverage, mode
+from detkern.torch.mode import coverage, entered, mode
 
 torch.manual_seed(0)
 A, B, C = torch.randn(9, 70), torch.randn(70, 12), torch.randn(9, 12)
@@ -474,6 +474,43 @@ def test_the_switch_turns_it_on_and_off_under_other_modes_too() -> None:
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
     assert same_bits(A @ B, plain)
+
+
+def test_disable_in_its_own_block_takes_no_other_mode_away() -> None:
+    plain, wanted = A @ B, detkern.gemm(A, B)
+    one, other = batch_invariant_mode(), batch_invariant_mode(device_types="cuda")
+    with other:
+        with one:
+            assert same_bits(A @ B, wanted)
+            one.disable()
+            assert same_bits(A @ B, plain)
+            with pytest.raises(ArgumentError, match="not enabled"):
+                one.disable()
+        assert entered.modes() == (other,)
+    with one:
+        with one, other:
+            one.disable()
+            assert entered.modes() == (other, one)
+        assert same_bits(A @ B, wanted)
+        one.enable()
+        one.disable()
+        assert same_bits(A @ B, wanted)
+        one.disable()
+        one.enable()
+        assert same_bits(A @ B, wanted)
+    assert entered.modes() == (one,)
+    one.disable()
+    assert entered.current() is None
+
+    @one
+    def halfway() -> Any:
+        one.disable()
+        return A @ B
+
+    with other:
+        assert same_bits(halfway(), plain)
+        assert entered.modes() == (other,)
+    assert entered.current() is None
 
 
 def test_another_thread_is_untouched() -> None:

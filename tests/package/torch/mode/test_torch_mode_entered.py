@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,14 @@ def beside(run: Callable[[], Any]) -> Any:
     thread.start()
     thread.join()
     return found[0]
+
+
+def test_pytorch_holds_a_reference_to_what_a_thread_is_in() -> None:
+    """Not every version takes one by itself: the object would be freed while the mode is on."""
+    with dt.batch_invariant_mode():
+        now = entered.current()
+        assert sys.getrefcount(now) == 3  # `now`, the argument, PyTorch's
+    assert sys.getrefcount(now) == 2
 
 
 def test_enabled_here_and_disabled_elsewhere_leaves_nothing_however_often() -> None:

@@ -69,6 +69,56 @@ def test_gpu_and_cpu_ops_of_one_contract_agree(name: str) -> None:
         assert same_bits(gpu.cpu(), cpu)
 
 
+STATISTICS: dict[str, Any] = {
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "var": lambda x: x.var(0),
+    "std": lambda x: x.std(-1, correction=0),
+    "norm": lambda x: x.norm(dim=-1),
+    "norm of all": lambda x: torch.linalg.vector_norm(x, ord=1),
+    "cumsum": lambda x: x.cumsum(0),
+    "mse": lambda x: F.mse_loss(x, x.detach() * 0.5 + 1),
+    "l1": lambda x: F.l1_loss(x, x.detach() * 0.5 + 1, reduction="sum"),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, x.detach() * 0.5 + 1, beta=0.3),
+    "huber": lambda x: F.huber_loss(x, x.detach() * 0.5 + 1, delta=0.7),
+    "nll": lambda x: F.nll_loss(x, torch.arange(len(x), device=x.device) % 7),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_and_losses_have_the_cpus_bits(name: str, dtype: Any) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        x = (torch.randn(300, 257, generator=torch.Generator().manual_seed(0)) * 3).to(device, dtype).requires_grad_()
+        with batch_invariant_mode(strict=True):
+            y = STATISTICS[name](x)
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+            found.append((y.detach().cpu(), torch.autograd.grad(y, x, dy)[0].cpu()))
+    assert all(same_bits(there, here) for here, there in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, t: F.binary_cross_entropy_with_logits(x, t),
+        lambda x, t: F.kl_div(x, t, reduction="sum"),
+        lambda x, t: F.kl_div(x, t.log(), reduction="batchmean", log_target=True),
+    ],
+)
+def test_losses_of_elements_in_any_order_are_one_number(loss: Any) -> None:
+    x, t = (torch.rand(70_000, device="cuda", generator=torch.Generator("cuda").manual_seed(i)) for i in (0, 1))
+    order = torch.randperm(70_000, device="cuda")
+    with batch_invariant_mode(strict=True):
+        leaf = x.clone().requires_grad_()
+        first = loss(leaf, t)
+        (dx,) = torch.autograd.grad(first, leaf)
+        turned = x[order].requires_grad_()
+        second = loss(turned, t[order])
+        assert same_bits(first.detach().reshape(1), second.detach().reshape(1))
+        assert same_bits(dx[order], torch.autograd.grad(second, turned)[0])
+    torch.testing.assert_close(first, loss(x, t), rtol=1e-4, atol=1e-6)
+
+
 def test_a_captured_graph_replays_the_modes_bits() -> None:
     model = make_model("llama", "cuda", torch.bfloat16, **SIZES)
     first, second = (torch.randint(0, 8192, (3, 20), device="cuda") for _ in range(2))
