@@ -32,15 +32,15 @@ COMMON = 0.9  # of what a product's predictions are off by together, the part th
 STEPS = 12
 
 # Numbers between 0 and 1 are fitted as logits, others as logarithms; slopes and `alone` of a tile as they are.
-_LOGITS = frozenset(("pair", "shared_a", "shared_b", "alone"))
+_LOGITS = frozenset(("spread", "pair_a", "pair_b", "shared_a", "shared_b", "alone", "half", "over"))
 _PLAIN = frozenset(("alone", "by_m", "by_n", "by_k"))
 # How far from where it begins a number may well be, in these scales.
 _DOUBT_SHARED = {
-    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair": 1.0, "shared_a": 1.0, "shared_b": 1.0,
-    "km": 0.2,
-    "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0, "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0,
-    "out_us": 1.0, "area_us": 1.0, "few_us": 1.0, "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "tb_s": 0.15,
-    "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
+    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair_a": 1.0, "pair_b": 1.0, "shared_a": 1.0,
+    "shared_b": 1.0, "gpc": 0.5, "km": 0.2, "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0,
+    "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0, "out_us": 1.0, "area_us": 1.0, "few_us": 1.0,
+    "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "spread": 1.0, "half": 1.0, "over": 1.0, "tb_s": 0.15,
+    "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0, "cut_n_ns": 2.0,
 }  # fmt: skip
 _DOUBT_OWN = {
     "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.08, "by_n": 0.08, "by_k": 0.08
@@ -144,9 +144,8 @@ def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model
     begin = [math.log(one / (1 - one)) if name in _LOGITS else math.log(one) for name, one in time_model.SHARED.items()]
     sizes = (len(begin), len(_SLOPES) * trends.shape[1])
     centre = np.concatenate([begin, np.zeros(sizes[1] + len(tiles) * len(time_model.OWN))])
-    doubt = np.concatenate(
-        [list(_DOUBT_SHARED.values()), np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))]
-    )
+    of_all = [_DOUBT_SHARED[name] for name in time_model.SHARED]
+    doubt = np.concatenate([of_all, np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))])
 
     def point(numbers: Array) -> _Point:
         shared, common, own = np.split(numbers, np.cumsum(sizes))

@@ -83,8 +83,12 @@ class ExtendedLaunch:
         shapes = self.launch.maps
         assert shapes is not None
         map_a, map_b = shapes.a.at(a), shapes.b.at(b)
-        # Where the kernel does not look at the output's map any will do.
-        map_out = map_a if shapes.out is None else shapes.out.at(out)
+        # Where the kernel does not look at the third map any will do.
+        map_out = map_a
+        if shapes.rest is not None:
+            map_out = shapes.rest.at(b)
+        elif shapes.out is not None:
+            map_out = shapes.out.at(out)
         return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
 
     def _configure(self, stream: int, dependent: bool) -> Any:

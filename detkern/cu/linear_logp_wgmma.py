@@ -258,8 +258,8 @@ class _Fused:
         assert shapes is not None
         out = output_map_shape(product) if self.phase == DELTAS else None
         maps = Maps(
-            operand_map(shapes[0], tile.depth, tile.rows, Load.K_MAJOR, rows, False),
-            operand_map(shapes[1], tile.depth, tile.columns, Load.K_MAJOR, None, tile.shares == SHARED_B),
+            operand_map(shapes[0], tile.depth, tile.rows, Load.K_MAJOR, rows, False, False),
+            operand_map(shapes[1], tile.depth, tile.columns, Load.K_MAJOR, None, tile.shares == SHARED_B, False),
             None if out is None else replace(out, rows=16),
         )
         build = build_for(

@@ -54,7 +54,7 @@ class Products:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], ctypes.CDLL]:
-    """By phase, and of merges behind tiles units and rows: the kernel's own files, with the host's PTX for that of ptx/."""
+    """By phase, and of merges behind tiles units and rows: the kernel's own files, with the host's PTX."""
     folder = tmp_path_factory.mktemp("linear_logp")
     shutil.copytree(loader.FOLDER, folder, dirs_exist_ok=True)
     for source in (EMULATION / "cuda" / "ptx.cuh", EMULATION / "cuda" / "blocks.cpp", EMULATION / "fibers.h"):

@@ -70,6 +70,14 @@ DETKERN_INLINE float load_global_if(bool wanted, const float* source) {
   return value;
 }
 
+// 8 aligned bytes that an earlier grid may just have written. The L2 cache is asked for their whole line of 128
+// (9.7.9.8), of which the others come next.
+DETKERN_INLINE float2 load_global_line(const float2* source) {
+  float2 value;
+  asm volatile("ld.global.L2::128B.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(source) : "memory");
+  return value;
+}
+
 // Stores 16 bytes to global memory where `there` says so. Left to itself a compiler takes some of them apart.
 DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
   asm volatile(
