@@ -131,7 +131,8 @@ DETKERN_INLINE State node_state(const LogpParams& p, const float* source, int64_
 }
 
 // States of a part's nodes [first, last), merged by a binary counter of blocks of nodes, whose levels are registers.
-DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int64_t first, int64_t last, int64_t units) {
+DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int64_t first, int64_t last,
+                                  int64_t units) {
   constexpr int BLOCK = 4;
   State waiting[LEVELS];
 #pragma unroll

@@ -1,18 +1,18 @@
-// linear_logp (docs/contracts.md) on Hopper (sm_90a), without logits in memory: the products of mma_wgmma.cu, whose bits
-// its accumulators have (contract mma16), f16 and bf16, and what linear_logp.cu makes of logits, made of the accumulators.
+// linear_logp (docs/contracts.md) on Hopper (sm_90a), without logits in memory: the products of mma_wgmma.cu, whose
+// bits its accumulators have (contract mma16), f16 and bf16, and what linear_logp.cu makes of logits, made of the
+// accumulators.
 //
-// PHASE. FOLD: the states of units of 64 columns, merged where a tile has both of a pair, and the targets' logits; MERGE of
-// linear_logp.cu makes the rows' states of them. DELTA: the gradient of the logits, rounded to the operands' type.
-// Roles. As mma_wgmma.cu's: warp groups consume, each GROUP_M rows of a tile, all of a tile's together, or (IN_TURN) two
-// that have a tile each, so that one folds while the other multiplies. One more warp produces.
-// Tiles. A vocabulary's parts, one behind another; the last tile of a part reaches beyond its end, where columns count as
-// -inf (FOLD). So no state passes from tile to tile, and they may come in any order.
-// Launch. 32 * WARPS_M threads, a grid of the CTAs that run at once (whole clusters), or fewer.
-// Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) * TILE_K + 16 * STAGES + 1024 (to align the ring): the ring
-// and the mbarriers; DELTA: and 4 * consumers slabs for the outputs between them (parts/tile_outputs.cuh).
-// Global memory. FOLD: `nodes`, [parts][part_nodes][2, or 3 with entropy][rows] binary32; part_nodes is 2 a tile where
-// TILE_N is 192, else 1. DELTA: none.
-// Macros. PHASE; OPERAND (F16, BF16); BIASED, ENTROPY, CAPPED (1: there is a bias, an entropy, a softcap); SHARES (0: none; 2: the CTAs of a
+// PHASE. FOLD: the states of units of 64 columns, merged where a tile has both of a pair, and the targets' logits;
+// MERGE of linear_logp.cu makes the rows' states of them. DELTA: the gradient of the logits, rounded to the operands'
+// type. Roles. As mma_wgmma.cu's: warp groups consume, each GROUP_M rows of a tile, all of a tile's together, or
+// (IN_TURN) two that have a tile each, so that one folds while the other multiplies. One more warp produces. Tiles. A
+// vocabulary's parts, one behind another; the last tile of a part reaches beyond its end, where columns count as -inf
+// (FOLD). So no state passes from tile to tile, and they may come in any order. Launch. 32 * WARPS_M threads, a grid of
+// the CTAs that run at once (whole clusters), or fewer. Shared memory. SMEM_BYTES = STAGES * 2 * (TILE_M + TILE_N) *
+// TILE_K + 16 * STAGES + 1024 (to align the ring): the ring and the mbarriers; DELTA: and 4 * consumers slabs for the
+// outputs between them (parts/tile_outputs.cuh). Global memory. FOLD: `nodes`, [parts][part_nodes][2, or 3 with
+// entropy][rows] binary32; part_nodes is 2 a tile where TILE_N is 192, else 1. DELTA: none. Macros. PHASE; OPERAND
+// (F16, BF16); BIASED, ENTROPY, CAPPED (1: there is a bias, an entropy, a softcap); SHARES (0: none; 2: the CTAs of a
 // cluster of two copy B for one another); TILE_M (of GROUP_M; 16, 32); GROUP_M (64, 128); IN_TURN; TILE_N (128, 192,
 // 256); TILE_K (of 64); STAGES; SLAB_BOXES; BAND (tile rows); WARPS_M; SMEM_BYTES; for tests JITTER.
 #include "parts/logit_tile.cuh"

@@ -8,8 +8,8 @@
 #include "parts/part_walk.cuh"
 #include "ptx/registers.cuh"
 
-// Of 64 rows of a tile, COLUMNS wide. A lane has of columns 8 * j + 2 * t and the next, t = lane % 4, in rows g and g + 8
-// of its warp's sixteen: acc[j][2 * half] and the next. So a lane's columns of a unit differ in bits 3, 4, 5 and 0 of
+// Of 64 rows of a tile, COLUMNS wide. A lane has of columns 8 * j + 2 * t and the next, t = lane % 4, in rows g and g +
+// 8 of its warp's sixteen: acc[j][2 * half] and the next. So a lane's columns of a unit differ in bits 3, 4, 5 and 0 of
 // their places, and the lanes of a row in bits 1 and 2. WITH_ENTROPY, WITH_CAP: whether there is an entropy, a softcap.
 template <int COLUMNS, bool WITH_BIAS, bool WITH_ENTROPY, bool WITH_CAP>
 class LogitBlock {
@@ -163,8 +163,8 @@ class LogitBlock {
     return larger(m, __shfl_xor_sync(~0u, m, 2));
   }
 
-  // Which units have a NaN or a largest logit of infinity, whose sums are NaN. Units with a NaN are without it afterwards,
-  // and m is their largest logit: hardly any warp has one, so that sums need not see to it.
+  // Which units have a NaN or a largest logit of infinity, whose sums are NaN. Units with a NaN are without it
+  // afterwards, and m is their largest logit: hardly any warp has one, so that sums need not see to it.
   DETKERN_INLINE uint32_t clean(float (&m)[UNITS][2]) {
     uint32_t spoiled = 0;
 #pragma unroll
@@ -268,8 +268,8 @@ class LogitBlock {
     return before_scaling(scaling_, value, tangent, true, WITH_CAP);
   }
 
-  // Puts the gradients of those of this lane's logits of a row in their place that are targets, and tells which these are:
-  // bit 2 * j + i for acc_[j][2 * half + i].
+  // Puts the gradients of those of this lane's logits of a row in their place that are targets, and tells which these
+  // are: bit 2 * j + i for acc_[j][2 * half + i].
   DETKERN_INLINE uint64_t differentiate_targets(int half, int row, const RowGradient& gradient) {
     uint64_t done = 0;
 #pragma unroll 1

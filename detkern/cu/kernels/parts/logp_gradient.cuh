@@ -49,8 +49,8 @@ DETKERN_INLINE float with_targets(const LogpParams& p, int64_t row, int64_t colu
   return value;
 }
 
-// The gradient of a logit before scaling, of that of y, still to be rounded. capped, scaled: whether there is a softcap, a
-// factor.
+// The gradient of a logit before scaling, of that of y, still to be rounded. capped, scaled: whether there is a
+// softcap, a factor.
 DETKERN_INLINE float before_scaling(const Scaling& scaling, float value, float tangent, bool scaled, bool capped) {
   if (scaled) value = __fmul_rn(value, scaling.tau);
   if (capped) value = __fmul_rn(value, __fmaf_rn(-tangent, tangent, 1.0f));

@@ -38,8 +38,8 @@ DETKERN_INLINE bool has_results(const State& state, float& log_s) {
   return valid;
 }
 
-// left / right, rounded, where right is from 1 to 2 and left 0, NaN or from 2^-24 to 1: __fdiv_rn without the branch for
-// numbers that would leave binary32's range on the way.
+// left / right, rounded, where right is from 1 to 2 and left 0, NaN or from 2^-24 to 1: __fdiv_rn without the branch
+// for numbers that would leave binary32's range on the way.
 DETKERN_INLINE float tame_quotient(float left, float right) {
   float inverse = approximate_reciprocal(right);
   inverse = __fmaf_rn(__fmaf_rn(-right, inverse, 1.0f), inverse, inverse);
@@ -54,7 +54,8 @@ struct Scaling {
   int32_t has_tau, has_cap;
 };
 
-// y of a logit z; `tangent` is what its gradient needs under a softcap. scaled, capped: which of the two steps there are.
+// y of a logit z; `tangent` is what its gradient needs under a softcap. scaled, capped: which of the two steps there
+// are.
 DETKERN_INLINE float scaled_logit(const Scaling& scaling, float z, float& tangent, bool scaled, bool capped) {
   tangent = 0.0f;
   if (capped) {

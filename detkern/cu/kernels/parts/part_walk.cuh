@@ -15,9 +15,9 @@ struct PartSizes {
   int32_t rows, columns, part_columns, part_tiles, tile_columns;
 };
 
-// The tiles of a CTA: every gridDim.x-th, in bands of TILE_BAND tile rows, column by column, part by part. A tile reaches
-// beyond its part's end where that is no multiple of its width. The CTAs of a cluster (SHARED_B) have tiles below one
-// another.
+// The tiles of a CTA: every gridDim.x-th, in bands of TILE_BAND tile rows, column by column, part by part. A tile
+// reaches beyond its part's end where that is no multiple of its width. The CTAs of a cluster (SHARED_B) have tiles
+// below one another.
 template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND>
 class PartWalk {
   static constexpr int CTAS = SHARED_OPERAND == SHARED_NONE ? 1 : 2;
