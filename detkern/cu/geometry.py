@@ -14,8 +14,8 @@ from .loader import KernelBuild
 from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_quads, output_map_shape
 
 __all__ = [
-    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count",
-    "writes",
+    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "operand_map", "oriented", "takes",
+    "tile_count", "writes",
 ]  # fmt: skip
 
 # Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below
@@ -266,14 +266,26 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
 def _operand_map(
     tile: Tile, shape: MapShape, tile_mn: int, load: Load, present: int | None = None, halves: bool = False
 ) -> MapShape:
-    """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves:
-    each CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
+    """The map with a tile's boxes."""
+    narrows = tile.kernel.narrows and not tile.shares
+    return operand_map(shape, tile["TILE_K"], tile_mn, load, present, halves, narrows)
+
+
+def operand_map(
+    shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool, narrows: bool
+) -> MapShape:
+    """The map with the boxes of tiles of tile_mn rows or columns, tile_k deep.
+
+    present: rows that there are, where copying those outside would take time.
+    halves:  each CTA of a cluster copies half of the boxes, or of a single box half of the rows.
+    narrows: boxes are no wider than the matrix.
+    """
     k_major = load == Load.K_MAJOR
-    along, rows = (tile["TILE_K"], tile_mn) if k_major else (tile_mn, tile["TILE_K"])
+    along, rows = (tile_k, tile_mn) if k_major else (tile_mn, tile_k)
     # Tiles that are not of whole boxes start anywhere between them.
     boxes: int | None = along // BOX_WIDTH if shape.whole and along % BOX_WIDTH == 0 else None
     width = BOX_WIDTH
-    if tile.kernel.narrows and not tile.shares:
+    if narrows:
         # MatrixSource of producer.cuh counts the same bytes.
         line, across = shape.sizes[:2]
         if line < BOX_WIDTH:

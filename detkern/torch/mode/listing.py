@@ -48,7 +48,9 @@ _COVERED = (
     ("gather take take_along_dim repeat_interleave", "the same"),
     ("index_add scatter_add", "scattered sums onto the tensor"),
     ("index_put scatter scatter_reduce", "the same, where they add"),
-    ("sigmoid silu gelu rsqrt", "on the CPU out of exp, erf and tanh in float32, see below"),
+    ("sigmoid silu gelu rsqrt polar", "on the CPU out of exp, erf, tanh, sin and cos in float32, see below"),
+    ("elu celu selu mish softplus softshrink exp2", "on the CPU without vectors, see below"),
+    ("sinh cosh acos asin acosh asinh atanh atan2 ldexp logaddexp i0e", "the same"),
 )
 # Other names of the same functions.
 _ALIASES = {

@@ -208,13 +208,15 @@ class TileOutputs {
   // Whether outputs without a map go to memory from registers: 16-bit ones along rows, which start anywhere.
   static DETKERN_INLINE bool along_rows(const GemmParams& p) { return p.out_col == 1 && p.out_dtype != F32; }
 
-  // Finishes and writes 64 rows of them. The four lanes of a row write 16 bytes of it, by words where these are aligned.
+  // Finishes and writes 64 rows of them. The four lanes of a row write 16 bytes of it, by words where these are
+  // aligned.
   static DETKERN_INLINE void finish_rows(const GemmParams& p, const OutputTile& tile, Accumulators& acc) {
     add_bias(p, tile, acc);
     const int thread = thread_index(), lane = thread % 32;
     const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
     const int end = clamp(p.n - column, COLUMNS);
-    uint16_t* line = static_cast<uint16_t*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
+    uint16_t* line =
+        static_cast<uint16_t*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool has_row = has_rows() && row + 8 * half < p.m, aligned = reinterpret_cast<uint64_t>(line) % 4 == 0;
@@ -236,9 +238,9 @@ class TileOutputs {
   }
 
   // Calls what(j, half, there, at) for the binary32 outputs of 64 rows by 16 bytes: of row g + 8 * half, at `at`, if
-  // they are there and the tile's own. Of fragments j and j + 1 an even lane has four columns of the first, the odd lane
-  // beside it four of the second, so that a row's four lanes have 64 bytes side by side: by 8 bytes a lane, a sector a
-  // row, memory was written at two thirds of the rate.
+  // they are there and the tile's own. Of fragments j and j + 1 an even lane has four columns of the first, the odd
+  // lane beside it four of the second, so that a row's four lanes have 64 bytes side by side: by 8 bytes a lane, a
+  // sector a row, memory was written at two thirds of the rate.
   template <typename What>
   static DETKERN_INLINE void for_each_quad(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
                                            const What& what) {
