@@ -41,7 +41,8 @@ _DOUBT_SHARED = {
     "shared_b": 1.0, "gpc": 0.5, "km": 0.2, "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0,
     "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0, "out_us": 1.0, "area_us": 1.0, "few_us": 1.0,
     "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "spread": 1.0, "half": 1.0, "over": 1.0, "tb_s": 0.15,
-    "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0, "cut_n_ns": 2.0,
+    "segment": 1.0, "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
+    "cut_n_ns": 2.0,
 }  # fmt: skip
 _DOUBT_OWN = {
     "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.08, "by_n": 0.08, "by_k": 0.08
