@@ -11,11 +11,9 @@ and b), m, n, k, f32, acc (accumulated), chosen (the label of detkern's choice) 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +99,17 @@ def report(title: str, lines: Sequence[dict[str, Any]], found: Sequence[float]) 
                   f"p99 {p99:.3f}  worst {now.max():.3f}   as chosen: mean {before:.4f}")  # fmt: skip
 
 
-def content(numbers: time_model.Numbers, timed: Collection[str]) -> dict[str, Any]:
-    """What time_model.json holds. timed: the labels of the tiles that the numbers were fitted to the times of. A tile
-    that was not has the numbers of the one that is most like it."""
+def content(numbers: time_model.Numbers) -> dict[str, Any]:
+    """What time_model.json holds."""
     tiles = {
         str(tile): [round(float(numbers.own[name][place]), 4) for name in time_model.OWN]
         for place, tile in enumerate(table())
     }
-    known = [tile for tile in table() if str(tile) in timed]
-    for tile in table():
-        if str(tile) not in timed:
-            tiles[str(tile)] = tiles[str(min(known, key=functools.partial(_unlike, tile)))]
     return {
         "shared": {name: float(f"{one:.4g}") for name, one in numbers.shared.items()},
         "own": list(time_model.OWN),
         "tiles": tiles,
     }
-
-
-def _unlike(tile: gemm_tile.Tile, other: gemm_tile.Tile) -> float:
-    """How far tiles are from one another: in powers of two of their sides, and by what else their kernels differ in."""
-    sides = sum(abs(math.log2(tile[side] / other[side])) for side in ("TILE_M", "TILE_N", "TILE_K"))
-    ways = (tile.swapped != other.swapped, tile.shares != other.shares, tile["IN_TURN"] != other["IN_TURN"])
-    return sides + 2 * sum(ways) + 0.1 * (tile.f32_out != other.f32_out)
 
 
 def write(path: Path, whole: dict[str, Any]) -> None:
@@ -164,7 +150,7 @@ def main() -> int:
     if arguments.folds:
         report(f"judged in {arguments.folds} parts", fitted_to, folded(fitted_to, arguments.folds))
     if arguments.write:
-        write(FILE, content(numbers, {label for line in fitted_to for label in line["us"]}))
+        write(FILE, content(numbers))
     return 0
 
 

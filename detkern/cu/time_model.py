@@ -67,15 +67,16 @@ OWN = {"step": 1.0, "tile": 1.0, "fixed": 1.0, "alone": 0.0, "memory": 1.0, "by_
 # few_us: of a tile of more than 64 rows that has not all of them. f32, accumulate: factors of out_us, area_us and
 # few_us. alone: of a walk, where few CTAs run. half, over: of the rest, the part that there is when half of the
 # multiprocessors have a CTA, and when one more has. spread: of memory's time, so much where each has a pair to
-# itself, and runs alone there. tb_s: of memory. cache_tb_s: of L2. again: of what a wave has to read again;
-# resident_mb: operands that L2 keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a box, for
-# K-major and for MN-major operands; cut_n_ns: for each k of a line that is not there.
+# itself, and runs alone there. tb_s: of memory. segment: outputs of 128 columns count for so much more there, of
+# fewer for more still. cache_tb_s: of L2. again: of what a wave has to read again; resident_mb: operands that L2
+# keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a box, for K-major and for MN-major
+# operands; cut_n_ns: for each k of a line that is not there.
 SHARED = {
     "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair_a": 0.6, "pair_b": 0.6, "shared_a": 0.5,
     "shared_b": 0.5, "gpc": 16.0, "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5,
     "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3,
     "f32": 3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "spread": 0.45, "over": 0.85, "tb_s": 4.8,
-    "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
+    "segment": 0.1, "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
     "cut_n_ns": 0.0002,
 }  # fmt: skip
 
@@ -201,6 +202,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
     area = rows * columns / 16384
     other = np.where(swapped, np.minimum(rows, n), np.minimum(columns, n))  # outputs for each row of m
     size = np.where(product.accumulate, 8.0, np.where(product.f32, 4.0, 2.0))
+    side_by_side = np.where(swapped, rows * pair_b, columns * pair_a)
     megabytes = 2e-6 * k * product.batch
     boxes = np.ceil(k / _BOX) * _BOX != k
     # Boxes of fewer than 64 have only what there is, but for tiles that a cluster shares.
@@ -243,7 +245,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         fixed_us=own["fixed"] * (all_["fixed_us"] + all_["fixed_area_us"] * area),
         bytes_n=megabytes * n,
         bytes_m=megabytes,
-        out_m=1e-6 * n * size * product.batch,
+        out_m=1e-6 * n * size * product.batch * (1 + all_["segment"] * 128 / side_by_side),
         memory=own["memory"] / all_["tb_s"],
         cache=(cache * pair_a**-0.25, cache * pair_b**-0.25),
         resident=all_["resident_mb"] * product.batch,

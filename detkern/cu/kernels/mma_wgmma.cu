@@ -51,6 +51,12 @@
 #ifndef REST_N
 #define REST_N 0
 #endif
+#ifndef START_AHEAD
+#define START_AHEAD 0
+#endif
+#ifndef OUT_HINT
+#define OUT_HINT 0
+#endif
 #ifndef JITTER
 #define JITTER 0
 #endif
@@ -115,7 +121,8 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     forget(rows.column);
     return rows;
   };
-  // Outputs that chains start from are asked for while the earlier grid or the products before still run.
+  // Outputs that the first chains start from are asked for while the earlier grid still runs. Those of the next tiles
+  // are not: where memory is the limit, what is asked for a tile ahead has left the L2 cache when it is needed.
   const auto prefetch_start = [&](Walk of) {
     if (OUTPUTS != Outputs::QUADS || !p.accumulate || !of.more()) return;
     OutputTile tile = of.output();
@@ -145,9 +152,11 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
         if constexpr (OUTPUTS == Outputs::QUADS) {
 #pragma unroll
           for (int block = 0; block < BLOCKS_M; ++block) Out::fetch_quads(p, tile_of(block), walk.own(), acc[block]);
-          Walk after = walk;
-          after.step();
-          prefetch_start(after);
+          if (START_AHEAD == 1) {
+            Walk after = walk;
+            after.step();
+            prefetch_start(after);
+          }
         } else {
           Out::fetch_outputs(p, tile_of(0), slabs, acc);
         }
@@ -176,6 +185,11 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
         for (int j = 0; j < TILE_N / 8; ++j) words.store(half, 8 * j, Out::word<OPERAND>(acc[0], j, half));
       }
     } else {
+      if (START_AHEAD == 2 && OUTPUTS == Outputs::QUADS) {
+        Walk after = walk;
+        after.step();
+        prefetch_start(after);
+      }
 #pragma unroll
       for (int block = 0; block < BLOCKS_M; ++block) {
         const OutputTile tile = tile_of(block);
@@ -184,7 +198,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
         } else if constexpr (OUTPUTS == Outputs::SIXTEEN) {
           Out::finish_sixteen(p, map_out, tile, Out::warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::QUADS) {
-          Out::finish_quads(p, tile, walk.own(), acc[block]);
+          Out::template finish_quads<OUT_HINT>(p, tile, walk.own(), acc[block]);
         } else if (Out::along_rows(p)) {
           Out::finish_rows(p, tile, acc[block]);
         } else {

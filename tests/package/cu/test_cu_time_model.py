@@ -57,7 +57,8 @@ def test_times_are_finite_and_grow_with_k_and_m(numbers: Numbers) -> None:
             found = np.array([_times(m, n, k, multiprocessors, numbers) for m in (1, 64, 1024, 16_384, 200_000)])
             assert np.all(np.isfinite(found))
             assert np.all(found > 0)
-            assert np.all(found[1:] > 0.8 * found[:-1]), "more rows take no less, but for a slope's few per cent"
+            # But for a slope, and for what comes from memory faster where more CTAs read it.
+            assert np.all(found[1:] > 0.7 * found[:-1]), "more rows take no less"
         for m in (1, 100, 5000):
             more = np.array([_times(m, n, k, multiprocessors, numbers) for k in (64, 1024, 16_384, 60_032)])
             assert np.all(more[1:] > 0.85 * more[:-1])
@@ -91,13 +92,16 @@ def test_one_m_and_many_at_once_are_the_same() -> None:
 
 
 def test_a_swapped_tile_has_the_transposes_rows() -> None:
-    """A swapped 128 x 64 takes as many units for 64 tokens as the plain one for 64 columns, and weights by 128."""
+    """A swapped 128 x 64 takes as many units for 64 tokens as the plain one for 64 columns, and weights by 128; but it
+    writes 128 columns of the output side by side."""
     rows, columns, stage_k, share, band = (np.array([one, one], dtype=float) for one in (128, 64, 64, 0, 16))
     shape = TileShapes(rows, columns, stage_k, share, band, np.array([False, True]), np.zeros(2, dtype=bool))
-    expected = _plain(2)
+    expected = _plain(2)._replace(shared=SHARED | {"segment": 0.0})
     plain = times_us(prepare(shape, expected, Product(640, 4096, KK, (False, False), False, False), 132), 1280)[0]
     swapped = times_us(prepare(shape, expected, Product(1280, 4096, KK, (False, False), False, False), 132), 640)[1]
     assert swapped == pytest.approx(plain, rel=1e-9)
+    product = Product(640, 64, KK, (False, False), False, False)
+    assert np.diff(times_us(prepare(shape, _plain(2), product, 132), 64_000))[0] < 0
 
 
 def _one(rows: int, columns: int, swapped: bool = False) -> TileShapes:

@@ -301,13 +301,18 @@ class TileOutputs {
   }
 
   // Finishes and writes 64 rows of binary32 outputs, those from `own` on: an accumulated one must be written once.
+  template <int HINT>
   static DETKERN_INLINE void finish_quads(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
                                           const Accumulators& acc) {
     for_each_quad(p, tile, own, [&](int j, int half, bool there, float4* at) {
       float4 quad = exchanged(quad_of(acc, j, half));
       quad.x = __fadd_rn(quad.x, 0.0f), quad.y = __fadd_rn(quad.y, 0.0f);
       quad.z = __fadd_rn(quad.z, 0.0f), quad.w = __fadd_rn(quad.w, 0.0f);
-      if (there) *at = quad;
+      if (HINT == 0) {
+        if (there) *at = quad;
+      } else {
+        if (there) store_streaming(at, quad);
+      }
     });
   }
 

@@ -87,6 +87,13 @@ DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
       : "memory");
 }
 
+// Stores 16 bytes that nobody will read soon.
+DETKERN_INLINE void store_streaming(float4* target, float4 value) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
 // Asks the L2 cache for the 128 bytes around an address (9.7.9.15).
 DETKERN_INLINE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
