@@ -38,7 +38,6 @@ from .linear_logp_launch import (
     moved,
     on_its_device,
     packed,
-    scratch,
 )  # fmt: skip
 from .loader import KernelBuild
 
@@ -174,6 +173,8 @@ class Folds(CudaImplementation[FoldProblem]):
         logits_of = _Logits(problem, self._products)
 
         def enqueue(given: FoldProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
+            from .current import scratch_memory
+
             hidden, weight, target, bias = operands
             assert hidden is not None
             assert weight is not None
@@ -183,7 +184,7 @@ class Folds(CudaImplementation[FoldProblem]):
             most = pieces[0][1]
             width = max((block.columns for block in blocks(given, most)), default=0)
             pitch = -(-width // UNIT) * UNIT
-            held = scratch(execution, 4 * most * pitch + 12 * most * given.count * groups + 16)
+            held = scratch_memory(execution, 4 * most * pitch + 12 * most * given.count * groups + 16)
             nodes = held.pointer + 4 * most * pitch
             common: dict[str, Any] = {
                 "nodes": nodes, "state": (out.pointer, given.out), "part_nodes": groups, "parts": (given.first,
@@ -260,6 +261,8 @@ class Deltas(CudaImplementation[DeltaProblem]):
         logits_of = _Logits(problem, self._products)
 
         def enqueue(given: DeltaProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
+            from .current import scratch_memory
+
             hidden, weight, target, state, grads, bias = operands
             assert hidden is not None
             assert weight is not None
@@ -268,7 +271,7 @@ class Deltas(CudaImplementation[DeltaProblem]):
             assert grads is not None
             most, width = _delta_block(given)
             pitch = -(-width // UNIT) * UNIT
-            held = scratch(execution, 4 * most * pitch)
+            held = scratch_memory(execution, 4 * most * pitch)
             for row in range(0, given.m, most):
                 count = min(most, given.m - row)
                 left = moved(hidden, given.hidden, row, (count, given.k))

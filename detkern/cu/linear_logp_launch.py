@@ -19,7 +19,7 @@ from .loader import KernelBuild, load_function
 
 __all__ = [
     "DELTAS", "FOLDS", "MERGES", "MERGE_ROWS", "RESULTS", "SOURCE", "THREADS", "build_for", "builds", "launch_merge",
-    "launch_phase", "merge_build", "moved", "on_its_device", "packed", "scratch",
+    "launch_phase", "merge_build", "moved", "on_its_device", "packed",
 ]  # fmt: skip
 
 SOURCE = "linear_logp.cu"
@@ -65,21 +65,6 @@ def launch_phase(phase: int, device: Device, grid: tuple[int, int], params: byte
     # driver copies the block before it returns.
     held = ctypes.c_char_p(params)
     driver.launchKernel(function.ptr, *grid, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(held), 0)
-
-
-# Scratch memory that captured graphs refer to: see launch.py.
-_captured: list[Any] = []
-
-
-def scratch(execution: Execution, size: int) -> TensorView:
-    """`size` bytes of the caller's allocator, for what is enqueued now."""
-    from cupy import ndarray
-    from cupy.cuda import runtime
-
-    memory = execution.allocate(size)
-    if isinstance(memory.array, ndarray) and runtime.streamIsCapturing(execution.stream):
-        _captured.append(memory.array)
-    return memory
 
 
 def packed(

@@ -29,7 +29,6 @@ from .linear_logp_launch import (
     moved,
     on_its_device,
     packed,
-    scratch,
 )
 from .loader import KernelBuild, load_function
 from .tensor_map import available, map_shapes, output_map_shape
@@ -296,13 +295,15 @@ class Folds:
         self._run(m, operands, out, execution)
 
     def _enqueue(self, given: FoldProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
+        from .current import scratch_memory
+
         hidden, weight, target, bias = operands
         assert hidden is not None
         assert weight is not None
         assert target is not None
         stream, tile = execution.stream, self._fused.tile_for(given.m)
         step, size = row_pieces(given, tile)
-        held = scratch(execution, size * min(step, given.m))
+        held = scratch_memory(execution, size * min(step, given.m))
         part_nodes = _part_tiles(given, tile)[1] * tile.nodes
         for row in range(0, given.m, step):
             count = min(step, given.m - row)
