@@ -3,33 +3,75 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <new>
 #include <stdexcept>
 #include <system_error>
-#include <thread>
-#include <vector>
 
 #ifdef __linux__
+#include <pthread.h>
 #include <sched.h>
+#else
+#include <thread>
 #endif
 
 #include "environment.h"
 
 namespace detkern {
 
-// Keeps a new thread off the core that its creator is busy on, where the scheduler may otherwise queue it for a third
-// of a short call. A hint: whatever fails leaves the thread where it is.
-inline void leave_this_core(std::thread& thread) {
+// A thread that runs work(worker), which throws nothing. It starts off the core that its creator is busy on, where the
+// scheduler may otherwise queue it for a third of a short call. A hint: where that fails it starts anywhere.
+template <class Work>
+class Thread {
+ public:
+  // Throws std::system_error where the machine grants no thread. `work` and this object must outlive `join`.
+  Thread(const Work& work, int worker) : work_(&work), worker_(worker) {
 #ifdef __linux__
-  cpu_set_t allowed;
-  const int here = sched_getcpu();
-  if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  CPU_CLR(here, &allowed);
-  if (CPU_COUNT(&allowed) > 0) pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
+    // By an attribute: pthread_setaffinity_np of a thread that has ended already sets the affinity of its caller.
+    cpu_set_t allowed;
+    pthread_attr_t attributes;
+    const int here = sched_getcpu();
+    bool placed = here >= 0 && here < CPU_SETSIZE && sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+    if (placed) CPU_CLR(here, &allowed);
+    placed = placed && CPU_COUNT(&allowed) > 0 && pthread_attr_init(&attributes) == 0;
+    if (placed) {
+      const bool started = pthread_attr_setaffinity_np(&attributes, sizeof allowed, &allowed) == 0 &&
+                           pthread_create(&thread_, &attributes, run, this) == 0;
+      pthread_attr_destroy(&attributes);
+      if (started) return;
+    }
+    if (const int status = pthread_create(&thread_, nullptr, run, this)) {
+      throw std::system_error(status, std::generic_category());
+    }
 #else
-  (void)thread;
+    thread_ = std::thread([this] { run(this); });
 #endif
-}
+  }
+  Thread(const Thread&) = delete;
+  Thread& operator=(const Thread&) = delete;
+
+  void join() {
+#ifdef __linux__
+    pthread_join(thread_, nullptr);
+#else
+    thread_.join();
+#endif
+  }
+
+ private:
+  static void* run(void* self) {
+    (*static_cast<Thread*>(self)->work_)(static_cast<Thread*>(self)->worker_);
+    return nullptr;
+  }
+
+  const Work* work_;
+  int worker_;
+#ifdef __linux__
+  pthread_t thread_;
+#else
+  std::thread thread_;
+#endif
+};
 
 // Calls body(worker, task) for every task in [0, tasks), each once, on at most `workers` threads, the caller's among
 // them. Tasks are taken in order as threads become free. A machine that grants fewer threads is slower, not wrong.
@@ -49,18 +91,16 @@ void for_each_task(int workers, int64_t tasks, const Body& body) {
       failure = 2;
     }
   };
-  std::vector<std::thread> threads;
-  if (workers > 1) threads.reserve(size_t(workers) - 1);
+  std::deque<Thread<decltype(work)>> threads;  // which stay where they are
   for (int worker = 1; worker < workers && worker < tasks; ++worker) {
     try {
       threads.emplace_back(work, worker);
-      leave_this_core(threads.back());
     } catch (const std::system_error&) {
       break;
     }
   }
   work(0);
-  for (std::thread& thread : threads) thread.join();
+  for (auto& thread : threads) thread.join();
   if (failure == 1) throw std::bad_alloc();
   if (failure == 2) throw std::runtime_error("a worker thread failed");
 }

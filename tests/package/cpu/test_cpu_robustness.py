@@ -22,6 +22,7 @@ import pytest
 from c_library import HEADER, STUB
 from test_cpu_backend import PAIRS, block_scaled, differing, gemm
 
+import detkern
 from detkern import config
 from detkern.abi.build import Recipe, build, find_compiler
 from detkern.abi.library import Library
@@ -108,6 +109,20 @@ def test_the_number_of_threads_changes_nothing(
         monkeypatch.setattr(config, "num_threads", count)
         made.append(gemm(contract, a, b))
     assert [differing(made[0], other) for other in made[1:]] == [0] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_calls_leave_the_callers_affinity_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc takes a thread that has ended for the caller: now and then a call moved its thread off a core, for good."""
+    monkeypatch.setattr(config, "num_threads", 4)
+    a, b = np.ones((64, 256), np.float32), np.ones((256, 64), np.float32)
+    before = os.sched_getaffinity(0)
+    try:
+        for _ in range(5000):
+            detkern.gemm(a, b, backend="cpu")
+        assert os.sched_getaffinity(0) == before
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_affinity_and_quotas_limit_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +415,7 @@ MEMORY = """
 import resource, sys
 sys.path[:0] = sys.argv[1:]
 import numpy as np
+import detkern
 from detkern import config
 from detkern.vocabulary.contracts import CONTRACTS
 from detkern.errors import DeviceError
