@@ -156,6 +156,17 @@ def _divided(x: Any, divisor: float) -> Any:
     return x / torch.full((), divisor, dtype=torch.float32, device=x.device)
 
 
+def _root(x: Any) -> Any:
+    """The square root of a float32 tensor, rounded once. By way of float64, whose rounding loses nothing (53 >= 2 * 24 +
+    2): square roots of float32 depend on how PyTorch was compiled for a GPU."""
+    return x.double().sqrt().float()
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """x / y of float32 tensors, rounded once, as `_root`."""
+    return (x.double() / y.double()).float()
+
+
 def _column(x: Any) -> Any:
     return x.unsqueeze(-1)
 
@@ -197,27 +208,27 @@ def _without_zeros(y: Any) -> tuple[Any, Any]:
 
 def _std_backward(row: _Row, dy: Any) -> Any:
     zero, y = _without_zeros(row.again(STD))
-    return _var_backward(row, torch.where(zero, 0.0, dy / (y + y)))
+    return _var_backward(row, torch.where(zero, 0.0, _quotient(dy, y + y)))
 
 
 def _std_forward(row: _Row, dx: Any) -> Any:
     zero, y = _without_zeros(row.again(STD))
-    return torch.where(zero, 0.0, _var_forward(row, dx) / (y + y))
+    return torch.where(zero, 0.0, _quotient(_var_forward(row, dx), y + y))
 
 
 def _norm(row: _Row) -> Any:
     x = row.x.float()
-    return row.sum(x * x).sqrt()
+    return _root(row.sum(x * x))
 
 
 def _norm_backward(row: _Row, dy: Any) -> Any:
     zero, y = _without_zeros(row.again(NORM))
-    return _column(torch.where(zero, 0.0, dy / y)) * row.x.float()
+    return _column(torch.where(zero, 0.0, _quotient(dy, y))) * row.x.float()
 
 
 def _norm_forward(row: _Row, dx: Any) -> Any:
     zero, y = _without_zeros(row.again(NORM))
-    return torch.where(zero, 0.0, row.sum(row.x.float() * dx) / y)
+    return torch.where(zero, 0.0, _quotient(row.sum(row.x.float() * dx), y))
 
 
 # ---- as ops ----------------------------------------------------------------------------------------------------------
@@ -276,6 +287,6 @@ LOGSUMEXP = _op(
     lambda row, dx: row.sum(_shares(row) * dx),
 )
 VAR = _op("var", True, _var, _var_backward, _var_forward)
-STD = _op("std", True, lambda row: _var(row).sqrt(), _std_backward, _std_forward)
+STD = _op("std", True, lambda row: _root(_var(row)), _std_backward, _std_forward)
 NORM = _op("vector_norm", False, _norm, _norm_backward, _norm_forward)
 OPS = (LOGSUMEXP, VAR, STD, NORM)
