@@ -10,7 +10,7 @@ import argparse
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from detkern.measure.pool import Pool
 
 from .gemm_record import sources as product_sources
 
-__all__ = ["COUNT", "Plan", "Visit", "description", "plan", "sources"]
+__all__ = ["COUNT", "Plan", "Visit", "description", "done", "plan", "sources"]
 
 COUNT = 4000  # products: 2,000 of them forward with a log-uniform M
 SAVE_EVERY = 50  # rows
@@ -87,6 +87,20 @@ def description(drawn: Drawn) -> dict[str, Any]:
         "n": layer.n, "k": layer.k, "type": product.dtype, "contract": product.contract,
         "output": "float32" if drawn.output_f32 else product.dtype, "accumulate": drawn.accumulate,
     }  # fmt: skip
+
+
+def done(rows: Iterable[Row]) -> dict[str, int]:
+    """How many products there are figures of: all in all, and of each peer's time and of the regret."""
+    counts = {"products": 0}
+    for row in rows:
+        if "error" in row:
+            continue
+        counts["products"] += 1
+        for name in row:
+            if name == "regret" or name.endswith("_us"):
+                peer = name.removesuffix("_us")
+                counts[peer] = counts.get(peer, 0) + 1
+    return counts
 
 
 class Visit:
@@ -165,5 +179,5 @@ class Visit:
         rows = [self.rows[index] for index in sorted(self.rows)]
         records.write(
             self._what, rows, gpu=self._facts.name, driver=self._facts.driver, sources=sources(), folder=self._folder,
-            more=self._more, about={"seed": self.seed, "count": self.count} | self._about,
+            more=self._more, about={"seed": self.seed, "count": self.count, "done": done(rows)} | self._about,
         )  # fmt: skip

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .drawn_record import done
+
 __all__ = [
     "RANGES",
     "Figures",
@@ -229,6 +231,8 @@ def markdown(record: dict[str, Any]) -> str:
     for name, peer in _PEERS.items():
         if any(name in row for row in timed):
             lines += [f"## Over {peer}", ""]
+            if name != "ratio" and record.get("compare") is not None:
+                lines += [f"Of the first {record['compare']} products drawn.", ""]
             lines += _table(
                 ("products", "count", "mean", "p90", "p99", "worst"),
                 (
@@ -293,7 +297,8 @@ def report(path: Path) -> int:
     for row in wrong:
         print(f"WRONG: {row['index']} {row['name']} {row['part']} M {row['m']}: {row['error']}")
     left = record["count"] - len(rows)
-    print(f"{path}" + (f": {left} of {record['count']} products are not measured" if left else ""))
+    counted = ", ".join(f"{name} {count}" for name, count in done(rows).items())
+    print(f"{path}: {counted}" + (f"; {left} of {record['count']} products are not measured" if left else ""))
     return int(bool(left or wrong) or not all(one.met for one in found))
 
 

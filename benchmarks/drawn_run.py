@@ -26,10 +26,13 @@ __all__ = ["measure", "run"]
 
 LONG_US = 5000.0  # by the reference line: of products that take longer fewer turns are timed
 FEW_TURNS, FEW_WARM = 3, 1
+_ALWAYS = ("detkern", "cublas")  # are timed for every product
 
 
-def _whole(row: dict[str, Any], regret: int, names: Iterable[str]) -> bool:
+def _whole(row: dict[str, Any], regret: int, names: Iterable[str], compare: int | None) -> bool:
     """Whether a row has the times of the peers, or says why not, and the regret where it should."""
+    if compare is not None and row["index"] >= compare:
+        names = _ALWAYS
     known = all(f"{name}_us" in row or name in row.get("refused", {}) for name in names)
     return known and ("regret" in row or row["index"] >= regret)
 
@@ -57,7 +60,7 @@ def measure(
     refused: dict[str, str] = {}
     expected = None
     for peer in compared:
-        needed = peer.name in ("detkern", "cublas")
+        needed = peer.name in _ALWAYS
         out = sets[0].out if peer.name == "detkern" else sets[0].peer_out
         try:
             with peer.setting(product):
@@ -132,16 +135,20 @@ def run(arguments: argparse.Namespace, device: Any, facts: Any, more: dict[str, 
     compared, absent = peers.here(arguments.peers)
     for name, reason in absent.items():
         print(f"without {name}: {reason}", flush=True)
-    whole = functools.partial(_whole, regret=arguments.regret, names=[peer.name for peer in compared])
+    compare = arguments.compare
+    names = [peer.name for peer in compared]
+    whole = functools.partial(_whole, regret=arguments.regret, names=names, compare=compare)
+    always = [peer for peer in compared if peer.name in _ALWAYS]
     what = "gemm-drawn-again" if arguments.again else "gemm-drawn"
     try:
-        visit = Visit(arguments, what, facts, more, {"regret": arguments.regret}, whole)
+        visit = Visit(arguments, what, facts, more, {"regret": arguments.regret, "compare": compare}, whole)
     except ValueError as error:
         print(error)
         return 1
 
     def row(drawn: Drawn, pool: Pool) -> dict[str, Any]:
-        return measure(device, drawn, pool, compared, facts, drawn.index < arguments.regret)
+        present = compared if compare is None or drawn.index < compare else always
+        return measure(device, drawn, pool, present, facts, drawn.index < arguments.regret)
 
     visit.run(device, row, _show, device.cache_bytes)
     if not visit.rows:

@@ -100,14 +100,11 @@ def report(title: str, lines: Sequence[dict[str, Any]], found: Sequence[float]) 
 
 
 def content(numbers: time_model.Numbers) -> dict[str, Any]:
-    """What time_model.json holds. A tile of f32 outputs that no product was timed with has the numbers of its twin."""
+    """What time_model.json holds."""
     tiles = {
         str(tile): [round(float(numbers.own[name][place]), 4) for name in time_model.OWN]
         for place, tile in enumerate(table())
     }
-    for tile in table():
-        if tile.f32_out and tiles[str(tile)] == list(time_model.OWN.values()):
-            tiles[str(tile)] = tiles[str(tile).replace(" f32", "")]
     return {
         "shared": {name: float(f"{one:.4g}") for name, one in numbers.shared.items()},
         "own": list(time_model.OWN),

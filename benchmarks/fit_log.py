@@ -1,6 +1,7 @@
 """Times of tiles on drawn products, which `python -m benchmarks.fit` fits and judges what tiles are chosen by:
 
-    python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N]
+    python -m benchmarks.fit_log --seed 1 --output tile-times-seed1.jsonl [--count N] [--seconds N] [--tokens N]
+        [--kinds KIND ...] [--within X]
 
 Of each product the tiles that are predicted to take at most WITHIN times the least are timed in turn
 (detkern/measure/timing.py), with cuBLAS's 16-bit product beside them. A line of the log is a product; benchmarks/fit.py
@@ -16,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ LARGEST_BYTES = 3 * 10**9  # of a product: larger ones say little that others do
 TURNS, WARM, TURN_US = 4, 1, 400.0
 
 
-def products(seed: int, count: int) -> Iterator[Drawn]:
-    """The first `count` products of a seed, without the largest."""
-    return (drawn for drawn in (draw(seed, index) for index in range(count)) if drawn.bytes <= LARGEST_BYTES)
+def products(seed: int, count: int, tokens: int = 1, kinds: Sequence[str] = ()) -> Iterator[Drawn]:
+    """The first `count` products of a seed, without the largest, those of fewer tokens and, if any are given, of other
+    kinds."""
+    drawn = (draw(seed, index) for index in range(count))
+    return (one for one in drawn if one.bytes <= LARGEST_BYTES and one.m >= tokens and (not kinds or one.kind in kinds))
 
 
 def line_of(seed: int, drawn: Drawn, loads: str, chosen: str, us: dict[str, float]) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def line_of(seed: int, drawn: Drawn, loads: str, chosen: str, us: dict[str, floa
     }  # fmt: skip
 
 
-def measure(device: Any, seed: int, drawn: Drawn, sets: list[Set]) -> dict[str, Any] | None:
+def measure(device: Any, seed: int, drawn: Drawn, sets: list[Set], within: float = WITHIN) -> dict[str, Any] | None:
     """The line of a product; None where no tile of Hopper's kernels computes it."""
     from detkern.cu import geometry
     from detkern.cu.device import describe
@@ -61,7 +64,7 @@ def measure(device: Any, seed: int, drawn: Drawn, sets: list[Set]) -> dict[str, 
         for one in sets:
             one.out.zero_()
     problem, views = seen(drawn.product, [one[:3] for one in sets], drawn.accumulate)
-    chosen, timed, _ = considered(problem, facts.capability, facts.multiprocessors, WITHIN)
+    chosen, timed, _ = considered(problem, facts.capability, facts.multiprocessors, within)
     tiles = [tile for tile in timed if tile.by_tma]
     if not tiles:
         return None
@@ -81,17 +84,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, choices=FITTING_SEEDS, default=FITTING_SEEDS[0])
     parser.add_argument("--count", type=int, default=900, help="products (default 900)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no product after so many")
+    parser.add_argument("--kinds", nargs="+", default=(), help="of layers alone, as lora_a")
+    parser.add_argument("--tokens", type=int, default=1, help="none of fewer")
+    parser.add_argument(
+        "--within", type=float, default=WITHIN, help=f"times the least predicted time (default {WITHIN})"
+    )
     parser.add_argument("--output", type=Path, help="the log to write (default tile-times-seed<SEED>.jsonl)")
     arguments = parser.parse_args()
     timing.leave_if(timing.missing())
-    wanted = list(products(arguments.seed, arguments.count))
+    wanted = list(products(arguments.seed, arguments.count, arguments.tokens, arguments.kinds))
     device = timing.Cuda()
     pool = Pool(wanted, device.cache_bytes, device.name)
     output = arguments.output or Path(f"tile-times-seed{arguments.seed}.jsonl")
     begin, done = time.monotonic(), 0
     with device.active(), output.open("w") as log:
         for drawn in itertools.takewhile(lambda _: time.monotonic() - begin < arguments.seconds, wanted):
-            if (line := measure(device, arguments.seed, drawn, pool.sets(drawn))) is not None:
+            if (line := measure(device, arguments.seed, drawn, pool.sets(drawn), arguments.within)) is not None:
                 print(json.dumps(line, separators=(",", ":")), file=log, flush=True)
             done += 1
     print(f"{done} of {len(wanted)} products in {time.monotonic() - begin:.0f} s")

@@ -4,7 +4,7 @@ Least squares on the logarithm of the time by Levenberg's and Marquardt's method
 product's fastest weigh most, since only there a choice is made; what all predictions for one product are off by
 together counts for less, since it changes no choice; errors beyond a few per cent weigh no more than linearly; and each
 number is held near what is expected of it, so that a tile that was seldom timed has numbers that can be compared with
-the others'.
+the others': in a second round, near those of the tile that is most like it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ LINEAR_FROM = 2.5  # noises: Huber's threshold
 NEAR = 6.0  # a time weighs (fastest / it) to this power
 COMMON = 0.9  # of what a product's predictions are off by together, the part that does not count
 STEPS = 12
+SELDOM = 30  # times of a tile: with fewer, what is expected of it are the numbers of another one
 
 # Numbers between 0 and 1 are fitted as logits, others as logarithms; slopes and `alone` of a tile as they are.
-_LOGITS = frozenset(("pair", "shared_a", "shared_b", "alone"))
+_LOGITS = frozenset(("spread", "pair_a", "pair_b", "shared_a", "shared_b", "alone", "half", "over"))
 _PLAIN = frozenset(("alone", "by_m", "by_n", "by_k"))
 # How far from where it begins a number may well be, in these scales.
 _DOUBT_SHARED = {
-    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair": 1.0, "shared_a": 1.0, "shared_b": 1.0,
-    "km": 0.2,
-    "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0, "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0,
-    "out_us": 1.0, "area_us": 1.0, "few_us": 1.0, "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "tb_s": 0.15,
-    "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
+    "tensor": 0.2, "shared": 0.3, "entering": 0.2, "chain": 0.2, "pair_a": 1.0, "pair_b": 1.0, "shared_a": 1.0,
+    "shared_b": 1.0, "gpc": 0.5, "km": 0.2, "mm": 0.2, "broken_a": 0.3, "broken_b": 0.3, "padding": 1.0,
+    "fixed_us": 0.5, "fixed_area_us": 1.0, "tile_us": 1.0, "out_us": 1.0, "area_us": 1.0, "few_us": 1.0,
+    "f32": 0.5, "accumulate": 0.5, "alone": 1.0, "spread": 1.0, "half": 1.0, "over": 1.0, "tb_s": 0.15,
+    "segment": 1.0, "cache_tb_s": 0.4, "again": 1.0, "resident_mb": 0.7, "cut_k_ns": 1.0, "cut_mn_ns": 1.0,
+    "cut_n_ns": 2.0,
 }  # fmt: skip
 _DOUBT_OWN = {
     "step": 0.08, "tile": 0.7, "fixed": 0.25, "alone": 0.5, "memory": 0.06, "by_m": 0.08, "by_n": 0.08, "by_k": 0.08
@@ -144,9 +146,8 @@ def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model
     begin = [math.log(one / (1 - one)) if name in _LOGITS else math.log(one) for name, one in time_model.SHARED.items()]
     sizes = (len(begin), len(_SLOPES) * trends.shape[1])
     centre = np.concatenate([begin, np.zeros(sizes[1] + len(tiles) * len(time_model.OWN))])
-    doubt = np.concatenate(
-        [list(_DOUBT_SHARED.values()), np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))]
-    )
+    of_all = [_DOUBT_SHARED[name] for name in time_model.SHARED]
+    doubt = np.concatenate([of_all, np.full(sizes[1], _DOUBT_TREND), np.tile(list(_DOUBT_OWN.values()), len(tiles))])
 
     def point(numbers: Array) -> _Point:
         shared, common, own = np.split(numbers, np.cumsum(sizes))
@@ -155,14 +156,34 @@ def fit(times: Times, tiles: Sequence[Tile], multiprocessors: int) -> time_model
     def logarithms(numbers: Array) -> Array:
         return np.log(predicted(times, point(numbers).numbers(trends), multiprocessors))
 
-    found = _least_squares(times, logarithms, centre, doubt, sum(sizes), len(time_model.OWN))
+    def fitted(begin: Array) -> Array:
+        return _least_squares(times, logarithms, centre, begin, doubt, sum(sizes), len(time_model.OWN))
+
+    found = fitted(centre)
+    often = np.bincount(times.tile, minlength=len(tiles)) >= SELDOM
+    if often.any() and not often.all():
+        known = np.flatnonzero(often)
+        like = [place if often[place] else min(known, key=lambda other: _unlike(tiles[place], tiles[other]))
+                for place in range(len(tiles))]  # fmt: skip
+        own = found[sum(sizes) :].reshape(len(tiles), -1)
+        expected = np.where(often[:, None], centre[sum(sizes) :].reshape(own.shape), own[like])
+        centre = np.concatenate([centre[: sum(sizes)], expected.ravel()])
+        found = fitted(np.concatenate([found[: sum(sizes)], np.where(often[:, None], own, own[like]).ravel()]))
     return point(found).numbers(trends)
 
 
+def _unlike(tile: Tile, other: Tile) -> float:
+    """How far tiles are from one another: in powers of two of their sides, and by what else their kernels differ in."""
+    sides = sum(abs(math.log2(tile[side] / other[side])) for side in ("TILE_M", "TILE_N", "TILE_K"))
+    ways = (tile.swapped != other.swapped, tile.shares != other.shares, tile["IN_TURN"] != other["IN_TURN"])
+    return sides + 2 * sum(ways) + 0.1 * (tile.f32_out != other.f32_out)
+
+
 def _least_squares(
-    times: Times, logarithms: Callable[[Array], Array], centre: Array, doubt: Array, common: int, own: int
+    times: Times, logarithms: Callable[[Array], Array], centre: Array, begin: Array, doubt: Array, common: int, own: int
 ) -> Array:
-    """The numbers. common: the numbers before those of the tiles, of which there are `own` each."""
+    """The numbers, from `begin` on; held near `centre`. common: the numbers before those of the tiles, of which there
+    are `own` each."""
     places = np.arange(len(times.us))
     weights = (_fastest(times)[times.product] / times.us) ** NEAR
     of_product = np.bincount(times.product, weights)
@@ -197,7 +218,7 @@ def _least_squares(
         result[:, common:] -= np.float32(COMMON) * means[times.product]
         return result
 
-    numbers, damping = centre.copy(), 1e-2
+    numbers, damping = begin.copy(), 1e-2
     errors, cost = evaluated(numbers)
     for _ in range(STEPS):
         held = weights * np.minimum(1.0, LINEAR_FROM / np.maximum(np.abs(errors), 1e-9))

@@ -195,9 +195,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--regret", type=int, default=200, metavar="N", help="with --drawn: time the tiles of the first N (default 200)"
     )
+    parser.add_argument(
+        "--compare",
+        type=int,
+        metavar="N",
+        help="with --drawn: only the first N with peers beside cublas (default: all)",
+    )
     arguments = parser.parse_args()
-    if arguments.drawn is None and (arguments.again or arguments.count):
-        parser.error("--again and --count are for --drawn")
+    if arguments.drawn is None and (arguments.again or arguments.count or arguments.compare is not None):
+        parser.error("--again, --count and --compare are for --drawn")
     if arguments.drawn not in (None, "new") and not arguments.drawn.isdecimal():
         parser.error(f"--drawn: {arguments.drawn!r} is no seed, which is a whole number")
     of_the_grid = [f"--{name}" for name in ("shapes", "m", "what", "contract", "type")

@@ -211,11 +211,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def sources() -> list[Path]:
     """What the kernels are made of, and what divides their work."""
-    from detkern.cu import linear_logp, loader
+    from detkern.cu import linear_logp, linear_logp_launch, linear_logp_wgmma, loader
 
-    files = {name for build in linear_logp.builds() for name, _ in loader.read_sources(build.source)}
-    used = {*(loader.FOLDER / name for name in files), *records.product_sources(), Path(linear_logp.__file__)}
-    return sorted(used)
+    builds = [*linear_logp_launch.builds(), *linear_logp_wgmma.builds()]
+    files = {name for build in builds for name, _ in loader.read_sources(build.source)}
+    modules = (linear_logp, linear_logp_launch, linear_logp_wgmma)
+    used = {*(loader.FOLDER / name for name in files), *records.product_sources()}
+    return sorted(used | {Path(module.__file__) for module in modules})
 
 
 def main() -> int:

@@ -99,3 +99,13 @@ def test_every_public_function_is_documented() -> None:
 
 def test_types_are_shipped() -> None:
     assert importlib.resources.files(detkern).joinpath("py.typed").is_file()
+
+
+def test_the_mode_is_loaded_when_it_is_asked_for() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    code = """
+import sys
+import detkern.torch as dt
+print([name for name in sys.modules if name.startswith("detkern.torch.mode")], "enable" in dir(dt), dt.is_enabled())
+"""
+    assert run(code).strip() == "[] True False"

@@ -75,7 +75,8 @@ def _enqueue(plan: BlockPlan, pointers: bytes, execution: Execution) -> None:
 
     block = pointers + plan.params
     if plan.scratch_bytes:
-        block += _POINTER.pack(scratch_memory(execution, plan.scratch_bytes))
+        scratch = scratch_memory(execution, plan.scratch_bytes)  # held until all is enqueued
+        block += _POINTER.pack(scratch.pointer)
     launch_block(plan.function, plan.grid, plan.threads, plan.shared_bytes, block, execution.stream)
     for function, grid, threads in plan.further:
         launch_block(function, grid, threads, 0, block, execution.stream)

@@ -1,4 +1,5 @@
-"""The bias gradient on CUDA: which build of column_sum.cu adds a problem's rows, its argument block, and the launch.
+"""The bias gradient on CUDA: which build of column_sum.cu, or of column_sum_few.cu,
+adds a problem's rows, its argument block, and the launch.
 
 None of the choices here can change a bit: no column's rows are ever split.
 """
@@ -6,6 +7,7 @@ None of the choices here can change a bit: no column's rows are ever split.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from dataclasses import dataclass
 
@@ -23,11 +25,12 @@ from .implementation import CudaImplementation
 from .loader import KernelBuild, load_function
 
 __all__ = [
-    "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "Sums", "build_for", "builds", "choose", "launch",
-    "load_path", "pack_params", "tiles_for",
+    "FEW", "MAX_SUM_RANK", "OPERANDS", "SOURCE", "SumLaunch", "SumTile", "Sums", "build_for", "builds", "choose",
+    "launch", "load_path", "pack_params", "tiles_for",
 ]  # fmt: skip
 
-SOURCE = "column_sum.cu"
+SOURCE, FEW_SOURCE = "column_sum.cu", "column_sum_few.cu"
+_FEW_ROWS = 8  # at most
 OPERANDS = (F32, F16, BF16)
 MAX_SUM_RANK = 62
 _GRID_LIMIT = 2**31 - 1  # blocks along x
@@ -39,7 +42,8 @@ _FIELDS = struct.Struct(f"<6q4i{2 * MAX_SUM_RANK}q")
 
 @dataclass(frozen=True, slots=True)
 class SumTile:
-    """How the kernel is built: its macros, and the columns, rows and stages that they mean."""
+    """How the kernel is built: its macros, and the columns, rows and stages that they mean. No stages:
+    column_sum_few.cu, for any load and any number of rows."""
 
     load: Load
     columns: int
@@ -50,7 +54,7 @@ class SumTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA: one a column, and those that copy."""
-        return self.columns + self.loaders
+        return self.columns + self.loaders if self.stages else 256
 
     def shared_bytes(self, itemsize: int) -> int:
         """SMEM_BYTES in the head of the kernel file."""
@@ -60,7 +64,7 @@ class SumTile:
         return 16 * self.rows + self.stages * self.rows * line
 
     def __str__(self) -> str:
-        return f"{self.columns} columns x {self.rows} rows"
+        return f"{self.columns} columns" + (f" x {self.rows} rows" if self.stages else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,15 @@ def tiles_for(load: Load, operand: DType) -> tuple[SumTile, ...]:
     return (narrow,) if load == Load.K_MAJOR else (narrow, SumTile(load, 64, 128 // operand.itemsize, 8, 128))
 
 
+FEW = SumTile(Load.STRIDED, 1024, 0, 0, 0)
+"""For at most _FEW_ROWS rows."""
+
+
 def build_for(tile: SumTile, operand: DType) -> KernelBuild:
     """What is compiled for a tile and an operand type."""
+    if not tile.stages:
+        few = (("OPERAND", operand.code), ("TILE_N", tile.columns), ("THREADS", tile.threads))
+        return KernelBuild(FEW_SOURCE, few, 0, f"bias_gradient {operand.short} {tile.columns} few")
     shared = tile.shared_bytes(operand.itemsize)
     macros = (
         ("OPERAND", operand.code),
@@ -100,7 +111,8 @@ def build_for(tile: SumTile, operand: DType) -> KernelBuild:
 
 def builds() -> list[KernelBuild]:
     """Every build that a launch may need, on any device."""
-    return [build_for(tile, operand) for operand in OPERANDS for load in Load for tile in tiles_for(load, operand)]
+    tiles = [(operand, tile) for operand in OPERANDS for load in Load for tile in tiles_for(load, operand)]
+    return [build_for(tile, operand) for operand, tile in tiles] + [build_for(FEW, operand) for operand in OPERANDS]
 
 
 def load_path(problem: ColumnSumProblem) -> Load:
@@ -118,6 +130,8 @@ def load_path(problem: ColumnSumProblem) -> Load:
 def choose(problem: ColumnSumProblem, multiprocessors: int, tile: SumTile | None = None) -> SumLaunch:
     """The launch of a problem. Few columns are spread over as many multiprocessors as there are; where wider tiles fill
     them twice over, their longer runs of adjacent memory are read instead. tile: another one, for tests."""
+    if tile is None and problem.m * math.prod(problem.batch) <= _FEW_ROWS:
+        tile = FEW
     if tile is None:
         *narrower, tile = tiles_for(load_path(problem), problem.dc.dtype)
         if narrower and problem.n < 2 * multiprocessors * tile.columns:
@@ -174,7 +188,7 @@ class Sums(CudaImplementation[ColumnSumProblem]):
     the replay is checked all the same, once."""
 
     def __init__(self) -> None:
-        super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE,))
+        super().__init__(BIAS_GRADIENT, lambda variant: (SOURCE, FEW_SOURCE))
 
     def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
         return builds()
@@ -182,8 +196,10 @@ class Sums(CudaImplementation[ColumnSumProblem]):
     def explain(self, problem: ColumnSumProblem) -> Kernel:
         chosen = choose(problem, describe(problem.device.index).multiprocessors)
         return Kernel(
-            name=f"bias_gradient ({SOURCE})",
-            tile=f"{chosen.tile}, {chosen.tile.stages} stages, dc {chosen.tile.load.label}",
+            name=f"bias_gradient ({chosen.build.source})",
+            tile=f"{chosen.tile}, {chosen.tile.stages} stages, dc {chosen.tile.load.label}"
+            if chosen.tile.stages
+            else str(chosen.tile),
             geometry=f"grid {chosen.grid}, {chosen.tile.threads} threads, {chosen.build.shared_bytes} bytes shared",
         )
 

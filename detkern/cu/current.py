@@ -12,6 +12,7 @@ from cupy.cuda import driver, runtime
 from ..errors import DeviceError
 from ..operations.problem import Problem
 from ..tensors.execution import Execution
+from ..tensors.view import TensorView
 from .extended_launch import LaunchFailure
 
 __all__ = ["on_device", "scratch_memory"]
@@ -50,9 +51,10 @@ def on_device(
         raise DeviceError(f"cuda:{index} reported {error} at {problem.about}") from error
 
 
-def scratch_memory(execution: Execution, size: int) -> int:
-    """The address of `size` bytes from the caller's allocator, for what is enqueued on the execution's stream now."""
+def scratch_memory(execution: Execution, size: int) -> TensorView:
+    """`size` bytes from the caller's allocator, for what is enqueued on the execution's stream now. To be held until it
+    is: not every allocator keeps what it gets back (`cupy.cuda.set_allocator(None)`)."""
     scratch = execution.allocate(size)
     if isinstance(scratch.array, ndarray) and runtime.streamIsCapturing(execution.stream):
         _captured.append(scratch.array)
-    return scratch.pointer
+    return scratch

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 from .. import config
 from . import tensor_map
-from .geometry import Launch
+from .geometry import Maps
+from .loader import KernelBuild
 
-__all__ = ["ExtendedLaunch", "LaunchFailure"]
+__all__ = ["ExtendedLaunch", "LaunchFailure", "Launched", "launch_dependent"]
 
 _KEPT = 64  # configurations (one a stream) and sets of maps of one plan, at most
 # Addresses of a kernel's parameters. Bytes stand for where they lie.
@@ -24,13 +25,33 @@ class LaunchFailure(Exception):
     """What the driver answered, by its name; launch.py makes a DeviceError of it."""
 
 
+class Launched(Protocol):
+    """What there is to know of a launch but its pointers and its stream: `geometry.Launch` has it."""
+
+    @property
+    def build(self) -> KernelBuild: ...
+
+    @property
+    def grid(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def cluster(self) -> int: ...
+
+    @property
+    def maps(self) -> Maps | None: ...
+
+
 class ExtendedLaunch:
-    """A kernel of (GemmParams, maps of a, b and the output), with its launch configurations, one for each stream that
-    it was used on, and the maps of the operands that it was used with: a call packs four pointers and enqueues."""
+    """A kernel of (a block of parameters, maps of a, b and the output), with its launch configurations, one for each
+    stream that it was used on, and the maps of the operands that it was used with: a call packs four pointers and
+    enqueues."""
 
     __slots__ = ("_configurations", "_driver", "_maps", "function", "launch")
 
-    def __init__(self, function: int, launch: Launch) -> None:
+    def __init__(self, function: int, launch: Launched) -> None:
         self._driver = tensor_map.bindings()
         self.function = function  # CUfunction
         self.launch = launch
@@ -62,8 +83,12 @@ class ExtendedLaunch:
         shapes = self.launch.maps
         assert shapes is not None
         map_a, map_b = shapes.a.at(a), shapes.b.at(b)
-        # Where the kernel does not look at the output's map any will do.
-        map_out = map_a if shapes.out is None else shapes.out.at(out)
+        # Where the kernel does not look at the third map any will do.
+        map_out = map_a
+        if shapes.rest is not None:
+            map_out = shapes.rest.at(b)
+        elif shapes.out is not None:
+            map_out = shapes.out.at(out)
         return map_a.getPtr(), map_b.getPtr(), map_out.getPtr(), (map_a, map_b, map_out)
 
     def _configure(self, stream: int, dependent: bool) -> Any:
@@ -71,6 +96,17 @@ class ExtendedLaunch:
         return _configuration(
             self._driver, chosen.grid, chosen.threads, chosen.build.shared_bytes, chosen.cluster, stream, dependent
         )
+
+
+def launch_dependent(function: int, grid: int, threads: int, params: bytes, stream: int) -> None:
+    """Enqueue a kernel (a CUfunction) of one block of parameters that may start while the one before it still ends, and
+    waits for it (config.dependent_launch). Raises LaunchFailure."""
+    driver = tensor_map.bindings()
+    configuration = _configuration(driver, grid, threads, 0, 1, stream, config.dependent_launch)
+    parameters = (ctypes.c_char_p * 1)(params)
+    (error,) = driver.cuLaunchKernelEx(configuration, function, ctypes.addressof(parameters), 0)
+    if error:
+        raise LaunchFailure(error.name)
 
 
 # Shared by plans: numbers of rows differ more than grids do. Nothing changes one after it is made.

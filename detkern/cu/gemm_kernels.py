@@ -35,6 +35,7 @@ class GemmKernel:
     output_map:   whether it takes a tensor map of a 16-bit output whose rows are contiguous, and writes it well.
     pairs_ctas:   whether CTAs whose tiles lie below one another are launched in clusters of two.
     prefetches:   whether its CTAs ask the L2 cache for weights ahead: `prefetch_bytes`.
+    narrows:      whether boxes of fewer than 64 k, m or n have only what there is, of tiles that no cluster shares.
     modelled:     whether time_model.py chooses its tiles.
     """
 
@@ -51,6 +52,7 @@ class GemmKernel:
     output_map: bool = False
     pairs_ctas: bool = False
     prefetches: bool = False
+    narrows: bool = False
     modelled: bool = False
 
     @property
@@ -106,7 +108,9 @@ def _mma_wgmma(tile: Macros) -> int:
     else:
         slab = max(slab, 16 * (2 * min(n, 32) + 16))
     consuming_warps = 4 * -(-tile["TILE_M"] // tile["GROUP_M"]) * (2 if tile["IN_TURN"] else 1)
-    return _stages(tile) + consuming_warps * slab + _barriers(tile)
+    rest = tile.get("REST_N", 0)  # of whole 64 columns a stage has room
+    room = 2 * tile["STAGES"] * tile["TILE_K"] * (64 - rest) if rest else 0
+    return _stages(tile) + room + consuming_warps * slab + _barriers(tile)
 
 
 def _slab_columns(columns: int, limit: int) -> int:
@@ -138,7 +142,8 @@ KERNELS: Mapping[str, GemmKernel] = {
         ),
         GemmKernel(
             "mma_wgmma", (MMA16,), _SIXTEEN, threads=_warps, shared_bytes=_mma_wgmma, macros=_step_macro,
-            capability=_HOPPER, operand_maps=True, output_map=True, pairs_ctas=True, prefetches=True, modelled=True,
+            capability=_HOPPER, operand_maps=True, output_map=True, pairs_ctas=True, prefetches=True, narrows=True,
+            modelled=True,
         ),
         GemmKernel(
             "mma", (MMA16, MMA8), _SIXTEEN, threads=_warps, shared_bytes=_with_slabs, macros=_step_macro,

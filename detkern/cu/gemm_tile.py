@@ -130,6 +130,7 @@ class Tile:
         words = [f"{size}x{self['STAGES']}"]
         words += [["a shared"], ["b shared"]][self.shares - 1] if self.shares else []
         words += ["swapped"] if self.swapped else []
+        words += ["rest"] if self.get("REST_N", 0) else []
         words += ["f32"] if self.f32_out else []
         words += ["in turn"] if self.get("IN_TURN", 0) else []
         words += ["filled"] if self.fills else []

@@ -11,11 +11,11 @@ from ..operations.gemm.problem import GemmProblem
 from ..operations.matrix import Matrix
 from .gemm_tile import SHARED_A, SHARED_B, Load, Tile, build_for, scratch_bytes
 from .loader import KernelBuild
-from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import BOX_WIDTH, SIZE_LIMIT, MapShape, available, map_shapes, out_quads, output_map_shape
 
 __all__ = [
-    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "oriented", "takes", "tile_count",
-    "writes",
+    "GRID_LIMIT", "Fitted", "Launch", "Maps", "along_k", "launch_for", "load_paths", "operand_map", "oriented", "takes",
+    "tile_count", "writes",
 ]  # fmt: skip
 
 # Of B, that a CTA asks the L2 cache for ahead: a multiple of so many bytes. And the columns a multiprocessor below
@@ -23,6 +23,7 @@ __all__ = [
 _PREFETCH_UNIT = 32 * 1024
 _COLUMNS_OF_A_CHAIN = 12
 GRID_LIMIT = 2**31 - 1  # blocks along x
+_STEP = 16  # k of a product of the tensor cores
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Maps:
     a: MapShape
     b: MapShape
     out: MapShape | None
+    rest: MapShape | None = None  # of b, whose columns behind its last whole box a wider tile takes by narrower ones
 
     @property
     def whole_boxes(self) -> int:
@@ -192,7 +194,7 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     """Whether a tile's kernel can compute the problem on these load paths."""
     if loads not in tile.loads:
         return False
-    if tile.kernel.modelled and not writes(tile, out_pairs(problem), output_map_shape(problem) is not None):
+    if tile.kernel.modelled and not writes(tile, out_quads(problem), output_map_shape(problem) is not None):
         return False
     if tile.by_tma and not (available() and map_shapes(problem, along_k(loads)) is not None):
         return False
@@ -203,10 +205,10 @@ def takes(problem: GemmProblem, tile: Tile, loads: tuple[Load, Load]) -> bool:
     return not tile.by_tma or tile_count(problem, tile) <= GRID_LIMIT
 
 
-def writes(tile: Tile, pairs: bool, mapped: bool) -> bool:
-    """Whether a tile of mma_wgmma.json writes outputs that are pairs of binary32, that have a tensor map,
+def writes(tile: Tile, quads: bool, mapped: bool) -> bool:
+    """Whether a tile of mma_wgmma.json writes outputs that are rows of binary32 by 16 bytes, that have a tensor map,
     or neither."""
-    return pairs if tile.f32_out else not pairs and bool(tile["STRIDED_OUT"] or mapped)
+    return quads if tile.f32_out else not quads and bool(tile["STRIDED_OUT"] or mapped)
 
 
 def along_k(loads: tuple[Load, Load]) -> tuple[bool, bool]:
@@ -218,16 +220,16 @@ class _FittedMaps:
     one another as in the output, only their number changes with m. b's map is one for all, and keeps what the driver
     made of it."""
 
-    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_tile")
+    __slots__ = ("_a", "_b", "_by_lines", "_few", "_loads", "_out", "_rest", "_tile")
 
     def __init__(self, problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> None:
         self._tile, self._loads = tile, (load_a, load_b)
         made = _maps(problem, tile, load_a, load_b)
         self._a, self._b = (made.b, made.a) if tile.swapped else (made.a, made.b)
-        self._out, self._few = made.out, 0
+        self._out, self._rest, self._few = made.out, made.rest, 0
         self._by_lines = load_a == Load.K_MAJOR and problem.m > 1
         if self._by_lines and not tile.swapped:
-            self._a = _operand_map(self._a, tile["TILE_K"], tile["TILE_M"], load_a, None, tile.shares == SHARED_A)
+            self._a = _operand_map(tile, self._a, tile["TILE_M"], load_a, halves=tile.shares == SHARED_A)
             if not (tile.fills and self._a.whole):
                 self._few = tile["TILE_M"]
 
@@ -239,7 +241,7 @@ class _FittedMaps:
         # Boxes of a have no more rows than there are.
         a = self._a.with_lines(m) if m >= self._few else self._a.with_lines(m, rows=m)
         out = None if self._out is None else self._out.with_lines(m)
-        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out)
+        return Maps(self._b, a, out) if self._tile.swapped else Maps(a, self._b, out, self._rest)
 
 
 def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
@@ -251,20 +253,50 @@ def _maps(problem: GemmProblem, tile: Tile, load_a: Load, load_b: Load) -> Maps:
     if tile.swapped:
         shapes, load_a, load_b = shapes[::-1], load_b, load_a
     present = None if tile.fills and shapes[0].whole else oriented(problem, tile).m
+    map_b = _operand_map(tile, shapes[1], tile["TILE_N"], load_b, halves=tile.shares == SHARED_B)
+    rest = tile.get("REST_N", 0)
     return Maps(
-        a=_operand_map(shapes[0], tile["TILE_K"], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
-        b=_operand_map(shapes[1], tile["TILE_K"], tile["TILE_N"], load_b, None, tile.shares == SHARED_B),
+        a=_operand_map(tile, shapes[0], tile["TILE_M"], load_a, present, tile.shares == SHARED_A),
+        b=map_b,
         out=None if out is None else replace(out, rows=tile["TILE_N"] if tile.swapped else 16),
+        rest=replace(map_b, width=rest) if rest and tile["TILE_N"] > BOX_WIDTH else None,
     )
 
 
-def _operand_map(shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool) -> MapShape:
-    """The map with a tile's boxes. present: rows that there are, where copying those outside would take time. halves:
-    each CTA of a cluster copies half of the boxes, or of a single box half of the rows."""
-    along, rows = (tile_k, tile_mn) if load == Load.K_MAJOR else (tile_mn, tile_k)
-    if load == Load.K_MAJOR and present is not None and present < rows:
-        return replace(shape, rows=present)
-    boxes = along // BOX_WIDTH
+def _operand_map(
+    tile: Tile, shape: MapShape, tile_mn: int, load: Load, present: int | None = None, halves: bool = False
+) -> MapShape:
+    """The map with a tile's boxes."""
+    narrows = tile.kernel.narrows and not tile.shares
+    return operand_map(shape, tile["TILE_K"], tile_mn, load, present, halves, narrows)
+
+
+def operand_map(
+    shape: MapShape, tile_k: int, tile_mn: int, load: Load, present: int | None, halves: bool, narrows: bool
+) -> MapShape:
+    """The map with the boxes of tiles of tile_mn rows or columns, tile_k deep.
+
+    present: rows that there are, where copying those outside would take time.
+    halves:  each CTA of a cluster copies half of the boxes, or of a single box half of the rows.
+    narrows: boxes are no wider than the matrix.
+    """
+    k_major = load == Load.K_MAJOR
+    along, rows = (tile_k, tile_mn) if k_major else (tile_mn, tile_k)
+    # Tiles that are not of whole boxes start anywhere between them.
+    boxes: int | None = along // BOX_WIDTH if shape.whole and along % BOX_WIDTH == 0 else None
+    width = BOX_WIDTH
+    if narrows:
+        # MatrixSource of producer.cuh counts the same bytes.
+        line, across = shape.sizes[:2]
+        if line < BOX_WIDTH:
+            width = -(-line // (_STEP if k_major else 8)) * (_STEP if k_major else 8)
+        if not k_major:
+            width = min(width, along)
+            if across < BOX_WIDTH:
+                rows, boxes = -(-across // _STEP) * _STEP, None
+    if k_major and present is not None and present < rows:
+        return replace(shape, rows=present, width=width)
     if halves:
-        boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
-    return replace(shape, rows=rows, boxes=boxes if shape.whole else None)
+        count = along // BOX_WIDTH
+        rows, boxes = (rows, boxes and boxes // 2) if count > 1 else (rows // 2, boxes)
+    return replace(shape, rows=rows, boxes=boxes, width=width)

@@ -135,7 +135,8 @@ def enqueue(
 ) -> None:
     """Launch a plan on the execution's stream, on the device that is current."""
     stream, geometry = execution.stream, plan.launch
-    scratch = scratch_memory(execution, geometry.scratch_bytes) if geometry.scratch_bytes else 0
+    # Held until all is enqueued.
+    scratch = scratch_memory(execution, geometry.scratch_bytes) if geometry.scratch_bytes else None
     if plan.swapped:
         a, b = b, a
     for a_offset, b_offset, out_offset in plan.offsets:
@@ -144,7 +145,7 @@ def enqueue(
             b.pointer + b_offset,
             out.pointer + out_offset,
             0 if bias is None else bias.pointer,
-            scratch,
+            0 if scratch is None else scratch.pointer,
             plan.params,
         )
         if plan.extended is not None:

@@ -8,8 +8,6 @@ the choices here can change a bit.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,53 +16,48 @@ from ..dispatch.backend import Kernel, Run
 from ..operations.gemm.problem import GemmProblem, gemm_problem
 from ..operations.linear_logp.operation import DELTA, FOLD, MERGE
 from ..operations.linear_logp.problem import PARTS, UNIT, DeltaProblem, FoldProblem, MergeProblem, part_edges
-from ..operations.matrix import Matrix
 from ..operations.problem import Operands
-from ..tensors import Device, TensorView
+from ..tensors import TensorView
 from ..tensors.execution import Execution
 from ..vocabulary.contracts import CONTRACTS
-from ..vocabulary.dtypes import F32, I64
-from .device import describe
+from ..vocabulary.dtypes import F32
+from . import linear_logp_launch
+from . import linear_logp_wgmma as wgmma
 from .gemm import Products
 from .gemm_tile import portable_sources
 from .implementation import CudaImplementation
-from .loader import KernelBuild, load_function
+from .linear_logp_launch import (
+    DELTAS,
+    FOLDS,
+    MERGE_ROWS,
+    MERGES,
+    RESULTS,
+    SOURCE,
+    THREADS,
+    launch_phase,
+    moved,
+    on_its_device,
+    packed,
+)  # fmt: skip
+from .loader import KernelBuild
 
 __all__ = [
     "SCRATCH_BYTES",
-    "SOURCE",
     "Block",
     "Deltas",
     "Folds",
     "Merges",
     "blocks",
-    "build_for",
-    "builds",
     "row_pieces",
 ]
 
-SOURCE = "linear_logp.cu"
 SCRATCH_BYTES = 56 << 20
 _LOGITS_BYTES = 32 << 20  # of a block
 _NODES_BYTES = SCRATCH_BYTES - _LOGITS_BYTES
 
 # Constants of the kernel file.
-GROUP, THREADS, _DELTA_COLUMNS = 4 * UNIT, 256, 2048
-_FOLD, _MERGE, _RESULTS, _DELTA = range(4)
+GROUP, _DELTA_COLUMNS = 4 * UNIT, 2048
 _MOST_GROUPS = 65535  # of a launch of FOLD: blocks along y
-
-# LogpParams of linear_logp.cu.
-_PARAMS = struct.Struct("<6Q18q7i3f2i")
-
-
-def build_for(phase: int) -> KernelBuild:
-    """What is compiled for a phase."""
-    return KernelBuild(SOURCE, (("PHASE", phase),), 0, f"linear_logp {('fold', 'merge', 'results', 'delta')[phase]}")
-
-
-def builds() -> list[KernelBuild]:
-    """Every build that a launch may need, on any device, beside those of products."""
-    return [build_for(phase) for phase in (_FOLD, _MERGE, _RESULTS, _DELTA)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +102,6 @@ def blocks(problem: FoldProblem, rows: int) -> Iterator[Block]:
             yield Block(first, columns, part * groups + (first - low) // GROUP, -(-columns // GROUP))
 
 
-def _moved(view: TensorView, matrix: Matrix, row: int, shape: tuple[int, ...]) -> TensorView:
-    """The rows of an operand from `row` on."""
-    pointer = view.pointer + row * matrix.row_stride * matrix.dtype.itemsize
-    return TensorView(pointer, shape, (matrix.row_stride, matrix.col_stride), matrix.dtype, view.device)
-
-
 class _Logits:
     """What launches the products of one problem, by their layouts."""
 
@@ -151,73 +138,6 @@ class _Logits:
         run(product.m, (hidden, right, column), out, execution)
 
 
-def _launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int) -> None:
-    from cupy.cuda import driver
-
-    facts = describe(device.index)
-    function = load_function(device.index, facts.capability, build_for(phase), stream)
-    # A char* to the block: the address of that pointer is the array of one parameter that the driver wants, and the
-    # driver copies the block before it returns.
-    held = ctypes.c_char_p(params)
-    driver.launchKernel(function.ptr, *grid, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(held), 0)
-
-
-# Scratch memory that captured graphs refer to: see launch.py.
-_captured: list[Any] = []
-
-
-def _scratch(execution: Execution, size: int) -> TensorView:
-    from cupy import ndarray
-    from cupy.cuda import runtime
-
-    scratch = execution.allocate(size)
-    if isinstance(scratch.array, ndarray) and runtime.streamIsCapturing(execution.stream):
-        _captured.append(scratch.array)
-    return scratch
-
-
-def _packed(
-    problem: FoldProblem | MergeProblem | DeltaProblem,
-    target: TensorView,
-    rows: tuple[int, int],
-    *,
-    logits: tuple[int, int] = (0, 0),
-    nodes: int = 0,
-    state: tuple[int, Matrix],
-    grads: tuple[int, Matrix] | None = None,
-    out: tuple[int, int, int, int] = (0, 0, 0, 0),
-    column: int = 0,
-    columns: int = 0,
-    node: int = 0,
-    part_groups: int = 1,
-    parts: tuple[int, int] = (0, PARTS),
-    shards: int = 1,
-) -> bytes:
-    """LogpParams. rows: the first one and how many. logits, nodes: pointers, and the logits' row stride. state, grads:
-    pointers to row 0 and layouts. out: pointer, strides of rows (of RESULTS: lines) and columns (rows), type."""
-    row, count = rows
-    lines = problem.target
-    lined, lines_of_grads = state[1], None if grads is None else grads[1]
-    scaling = None if isinstance(problem, MergeProblem) else problem.scaling
-    tau, cap, inverse = (None, None, None) if scaling is None else (scaling.tau, scaling.cap, scaling.inverse)
-    return _PARAMS.pack(
-        logits[0], nodes, target.pointer + row * lines.row_stride * lines.dtype.itemsize,
-        state[0] + 4 * row * lined.col_stride,
-        0 if grads is None or lines_of_grads is None else grads[0] + 4 * row * lines_of_grads.col_stride,
-        out[0],
-        count, logits[1],
-        lines.row_stride, lines.col_stride,
-        lined.batch_strides[0] if lined.batch_strides else 0, lined.row_stride, lined.col_stride,
-        0 if lines_of_grads is None else lines_of_grads.row_stride,
-        0 if lines_of_grads is None else lines_of_grads.col_stride,
-        out[1], out[2],
-        problem.vocabulary, PARTS * -(-problem.vocabulary // UNIT), column, columns, node, part_groups,
-        0 if isinstance(problem, FoldProblem) else problem.ignore_index,
-        *parts, shards, problem.targets, int(problem.entropy), int(lines.dtype == I64), out[3],
-        tau or 0.0, cap or 0.0, inverse or 0.0, int(tau is not None), int(cap is not None),
-    )  # fmt: skip
-
-
 class Folds(CudaImplementation[FoldProblem]):
     """States of rows: products, the fold of their blocks, and the merge of what that gives."""
 
@@ -226,12 +146,14 @@ class Folds(CudaImplementation[FoldProblem]):
         self._products = products
 
     def builds(self, capability: tuple[int, int]) -> list[KernelBuild]:
-        return builds()
+        return linear_logp_launch.builds() + (wgmma.builds() if capability == (9, 0) else [])
 
     def refuses(self, problem: FoldProblem) -> str | None:
         return _no_product(self._products, problem, self.operation) or super().refuses(problem)
 
     def explain(self, problem: FoldProblem) -> Kernel:
+        if wgmma.takes(problem):
+            return wgmma.explained(problem)
         groups = problem.count * _part_groups(problem)
         rows = next(row_pieces(problem.m, groups))[1] if problem.m else 0
         every = list(blocks(problem, rows)) if rows else []
@@ -246,9 +168,13 @@ class Folds(CudaImplementation[FoldProblem]):
     def prepare(self, problem: FoldProblem, execution: Execution) -> Run:
         """What enqueues all launches. Nothing waits for the device and nothing is read back: once the kernels have been
         loaded, the call can be captured into a graph."""
+        if wgmma.takes(problem):
+            return wgmma.Folds(problem)
         logits_of = _Logits(problem, self._products)
 
         def enqueue(given: FoldProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
+            from .current import scratch_memory
+
             hidden, weight, target, bias = operands
             assert hidden is not None
             assert weight is not None
@@ -258,27 +184,27 @@ class Folds(CudaImplementation[FoldProblem]):
             most = pieces[0][1]
             width = max((block.columns for block in blocks(given, most)), default=0)
             pitch = -(-width // UNIT) * UNIT
-            held = _scratch(execution, 4 * most * pitch + 12 * most * given.count * groups + 16)
+            held = scratch_memory(execution, 4 * most * pitch + 12 * most * given.count * groups + 16)
             nodes = held.pointer + 4 * most * pitch
             common: dict[str, Any] = {
-                "nodes": nodes, "state": (out.pointer, given.out), "part_groups": groups, "parts": (given.first,
+                "nodes": nodes, "state": (out.pointer, given.out), "part_nodes": groups, "parts": (given.first,
                 given.count),
             }  # fmt: skip
             for rows in pieces:
                 row, count = rows
-                left = _moved(hidden, given.hidden, row, (count, given.k))
+                left = moved(hidden, given.hidden, row, (count, given.k))
                 for block in blocks(given, most):
                     place = TensorView(held.pointer, (count, block.columns), (pitch, 1), F32, held.device)
                     logits_of(left, weight, bias, block.column - given.start, block.columns, place, execution)
-                    params = _packed(
+                    params = packed(
                         given, target, rows, logits=(held.pointer, pitch), column=block.column, columns=block.columns,
                         node=block.node, **common,
                     )  # fmt: skip
-                    _launch(_FOLD, given.device, (-(-count // 8), block.groups), params, stream)
-                params = _packed(given, target, rows, column=given.start, columns=given.n, **common)
-                _launch(_MERGE, given.device, (-(-count // 32), 1), params, stream)
+                    launch_phase(FOLDS, given.device, (-(-count // 8), block.groups), params, stream)
+                params = packed(given, target, rows, column=given.start, columns=given.n, **common)
+                launch_phase(MERGES, given.device, (-(-count // MERGE_ROWS), 1), params, stream)
 
-        return _on_device(problem, enqueue)
+        return on_its_device(problem, enqueue)
 
 
 class Merges(CudaImplementation[MergeProblem]):
@@ -298,13 +224,13 @@ class Merges(CudaImplementation[MergeProblem]):
             states, target = operands
             assert states is not None
             assert target is not None
-            params = _packed(
+            params = packed(
                 given, target, (0, given.m), state=(states.pointer, given.states), shards=given.shards,
                 out=(out.pointer, given.out.row_stride, given.out.col_stride, F32.code),
             )  # fmt: skip
-            _launch(_RESULTS, given.device, (-(-given.m // THREADS), 1), params, execution.stream)
+            launch_phase(RESULTS, given.device, (-(-given.m // THREADS), 1), params, execution.stream)
 
-        return _on_device(problem, enqueue)
+        return on_its_device(problem, enqueue)
 
 
 class Deltas(CudaImplementation[DeltaProblem]):
@@ -318,6 +244,8 @@ class Deltas(CudaImplementation[DeltaProblem]):
         return _no_product(self._products, problem, self.operation) or super().refuses(problem)
 
     def explain(self, problem: DeltaProblem) -> Kernel:
+        if wgmma.takes(problem):
+            return wgmma.explained(problem)
         rows, columns = _delta_block(problem)
         return Kernel(
             name=f"linear_logp_delta-{problem.contract} ({SOURCE}, and products)",
@@ -328,9 +256,13 @@ class Deltas(CudaImplementation[DeltaProblem]):
 
     def prepare(self, problem: DeltaProblem, execution: Execution) -> Run:
         """What enqueues all launches, as `Folds.prepare`."""
+        if wgmma.takes(problem):
+            return wgmma.Deltas(problem)
         logits_of = _Logits(problem, self._products)
 
         def enqueue(given: DeltaProblem, operands: Operands, out: TensorView, execution: Execution) -> None:
+            from .current import scratch_memory
+
             hidden, weight, target, state, grads, bias = operands
             assert hidden is not None
             assert weight is not None
@@ -339,10 +271,10 @@ class Deltas(CudaImplementation[DeltaProblem]):
             assert grads is not None
             most, width = _delta_block(given)
             pitch = -(-width // UNIT) * UNIT
-            held = _scratch(execution, 4 * most * pitch)
+            held = scratch_memory(execution, 4 * most * pitch)
             for row in range(0, given.m, most):
                 count = min(most, given.m - row)
-                left = _moved(hidden, given.hidden, row, (count, given.k))
+                left = moved(hidden, given.hidden, row, (count, given.k))
                 for first in range(0, given.n, width):
                     columns = min(width, given.n - first)
                     place = TensorView(held.pointer, (count, columns), (pitch, 1), F32, held.device)
@@ -350,15 +282,15 @@ class Deltas(CudaImplementation[DeltaProblem]):
                     to = out.pointer + given.out.dtype.itemsize * (
                         row * given.out.row_stride + first * given.out.col_stride
                     )
-                    params = _packed(
+                    params = packed(
                         given, target, (row, count), logits=(held.pointer, pitch), state=(state.pointer, given.state),
                         grads=(grads.pointer, given.grads), column=given.start + first, columns=columns,
                         out=(to, given.out.row_stride, given.out.col_stride, given.out.dtype.code),
                     )  # fmt: skip
                     grid = count, -(-columns // _DELTA_COLUMNS)
-                    _launch(_DELTA, given.device, grid, params, execution.stream)
+                    launch_phase(DELTAS, given.device, grid, params, execution.stream)
 
-        return _on_device(problem, enqueue)
+        return on_its_device(problem, enqueue)
 
 
 def _delta_block(problem: DeltaProblem) -> tuple[int, int]:
@@ -369,7 +301,7 @@ def _delta_block(problem: DeltaProblem) -> tuple[int, int]:
 
 
 def _sources(variant: str) -> tuple[str, ...]:
-    return (SOURCE, *portable_sources(CONTRACTS[variant.rpartition("-")[2]]))
+    return (SOURCE, wgmma.SOURCE, *portable_sources(CONTRACTS[variant.rpartition("-")[2]]))
 
 
 def _no_product(products: Products, problem: FoldProblem | DeltaProblem, operation: Any) -> str | None:
@@ -383,15 +315,3 @@ def _no_product(products: Products, problem: FoldProblem | DeltaProblem, operati
         problem.contract, hidden, weight, TensorView(4096, (16, 16), (16, 1), F32, device), None, False
     )
     return products.refuses(product)
-
-
-def _on_device(problem: Any, enqueue: Any) -> Run:
-    """`backend.Run` that enqueues a problem on its device."""
-
-    def run(m: int, operands: Operands, out: TensorView, execution: Execution) -> None:
-        from .current import on_device
-
-        given = problem.with_rows(m)
-        on_device(given, enqueue, given, operands, out, execution)
-
-    return run

@@ -201,8 +201,8 @@ def _enqueue(plan: _Plan, source: TensorView, index: TensorView, out: TensorView
     problem, work, stream = plan.problem, plan.work, execution.stream
     keys = sources = 0
     if plan.phases:
-        scratch = scratch_memory(execution, work.scratch_bytes)
-        *arrays, counts, totals, _ = (scratch + place for place in _places(problem.m))
+        scratch = scratch_memory(execution, work.scratch_bytes)  # held until all is enqueued
+        *arrays, counts, totals, _ = (scratch.pointer + place for place in _places(problem.m))
         for phase, launch in plan.phases:
             given, made = (arrays[2:], arrays[:2]) if phase.swapped else (arrays[:2], arrays[2:])
             keys, sources = made

@@ -30,7 +30,7 @@ __all__ = [
     "bindings",
     "folded",
     "map_shapes",
-    "out_pairs",
+    "out_quads",
     "output_map_shape",
 ]
 
@@ -63,7 +63,8 @@ def available() -> bool:
 class MapShape:
     """A tensor map but for its pointer. sizes: in elements, contiguous dimension first; strides: in bytes, of the other
     two; rows: of a box; boxes: how many beside one another one copy takes, where lines are cut into boxes (`whole`);
-    inner: size and stride of a second batch dimension, inside of the one in `sizes`."""
+    inner: size and stride of a second batch dimension, inside of the one in `sizes`; width: of a box, along the lines.
+    """
 
     dtype: DType
     sizes: tuple[int, int, int]
@@ -71,6 +72,7 @@ class MapShape:
     rows: int
     boxes: int | None = None
     inner: tuple[int, int] | None = None
+    width: int = BOX_WIDTH
     _maps: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -85,14 +87,14 @@ class MapShape:
             rows = self.rows
         else:
             boxes = None
-        return MapShape(self.dtype, (along, across, batch), self.strides, rows, boxes, self.inner)
+        return MapShape(self.dtype, (along, across, batch), self.strides, rows, boxes, self.inner, self.width)
 
     def dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(sizes, strides but for the first, sizes of a box) of the map's four dimensions."""
         (along, across, batch), (stride, batch_stride) = self.sizes, self.strides
         if self.boxes is None:
             inner, inner_stride = self.inner or (1, stride)
-            return (along, across, inner, batch), (stride, inner_stride, batch_stride), (BOX_WIDTH, self.rows, 1, 1)
+            return (along, across, inner, batch), (stride, inner_stride, batch_stride), (self.width, self.rows, 1, 1)
         return (
             (BOX_WIDTH, across, along // BOX_WIDTH, batch),
             (stride, BOX_WIDTH * self.dtype.itemsize, batch_stride),
@@ -256,15 +258,15 @@ def output_map_shape(problem: GemmProblem) -> MapShape | None:
     return _shape(out, problem.batch, problem.n, 1, problem.m, out.row_stride, k_major=False)
 
 
-def out_pairs(problem: GemmProblem) -> bool:
-    """Whether a binary32 output is written by 8 bytes, and nothing is added to it: `OUT_PAIRS` of params.cuh."""
+def out_quads(problem: GemmProblem) -> bool:
+    """Whether a binary32 output has rows that are written by 16 bytes, and only the product."""
     out = problem.out
-    lines = (problem.n, out.row_stride, *out.batch_strides)
+    lines = (problem.n, 0 if problem.m == 1 else out.row_stride, *out.batch_strides)
     return (
         out.dtype == F32
         and problem.bias is None
         and out.col_stride == 1
-        and out.alignment >= 8
-        and not any(line % 2 for line in lines)
+        and out.alignment >= 16
+        and not any(line % 4 for line in lines)
         and folded(problem) is not None
     )

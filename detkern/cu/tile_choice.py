@@ -23,7 +23,7 @@ from . import time_model
 from .gemm_kernels import KERNELS
 from .gemm_tile import Load, Tile, fits, table, tiles_for
 from .geometry import GRID_LIMIT, Fitted, Launch, along_k, load_paths, takes, tile_count, writes
-from .tensor_map import SIZE_LIMIT, available, map_shapes, out_pairs, output_map_shape
+from .tensor_map import SIZE_LIMIT, available, map_shapes, out_quads, output_map_shape
 from .tuned import labels
 
 __all__ = ["Chooser", "candidates", "choose", "model_shapes", "predicted_us"]
@@ -43,7 +43,7 @@ def _broken(matrix: Matrix) -> bool:
 
 class _Layout(NamedTuple):
     """What time_model.py and the load paths need of a problem besides m. by_tma: whether TMA can describe the operands.
-    pairs, mapped: of the output, as `geometry.writes` asks."""
+    quads, mapped: of the output, as `geometry.writes` asks."""
 
     operand: DType
     n: int
@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
     loads: tuple[Load, Load]
     broken: tuple[bool, bool]
     by_tma: bool
-    pairs: bool
+    quads: bool
     mapped: bool
     f32: bool
     accumulate: bool
@@ -67,7 +67,7 @@ def _layout(problem: GemmProblem, loads: tuple[Load, Load]) -> _Layout:
         loads,
         (_broken(problem.a), _broken(problem.b)),
         available() and map_shapes(problem, along_k(loads)) is not None,
-        out_pairs(problem),
+        out_quads(problem),
         output_map_shape(problem) is not None,
         problem.out.dtype.itemsize == 4,
         problem.accumulate,
@@ -92,7 +92,7 @@ def _modelled(layout: _Layout, capability: tuple[int, int], multiprocessors: int
         rows = layout.n if tile.swapped else tile["TILE_M"]
         if (
             layout.loads in tile.loads
-            and writes(tile, layout.pairs, layout.mapped)
+            and writes(tile, layout.quads, layout.mapped)
             and fits(tile, capability)
             and (not tile.shares or rows >= tile["TILE_M"])
         ):

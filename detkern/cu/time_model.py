@@ -7,15 +7,16 @@ A product is [m, k] @ [k, n]; a tile is BM x BN of what its kernel computes (of 
 
     computing = walks * (STEP * cycles * k / 16 / clock + TILE)
     cycles    = (tensor^4 + shared^4 + entering^4 + chain^4)^(1/4) of a step of 16 k
-    memory    = MEMORY * (operands + output + what is read again) / bandwidth * (ceil(w) / w)^(1/4)
-    cache     = what all CTAs read / bandwidth, less where many read the same at one time
+    memory    = MEMORY * (operands + output + what is read again) / bandwidth * (ceil(w) / w)^(1/2)
+    cache     = what all CTAs read / bandwidth, less where those of a GPC read the same at one time
 
 w is the tiles for each multiprocessor; walks is its whole part and, for what is left, ALONE to 1 the more CTAs still
-run. tensor is BM/64 * BN/2 cycles; shared is what wgmma reads and TMA writes at 128 bytes a cycle; entering are the
-rows and columns that come from the L2 cache, at 64 bytes a cycle; a chain's step takes 16.6 + BN/4 (docs/hopper.md).
-cut is for lines that end inside of a box of 64 elements, which TMA fills slowly. FIXED, TILE, STEP, ALONE, MEMORY and
-the three slopes of `shape` (in the logarithms of m, n and k) are a tile's own numbers and `Shared` is one set for all;
-`python -m benchmarks.fit` fits them to products drawn at random and judges them on others.
+run, most of it as soon as some of them share a pair of multiprocessors. tensor is BM/64 * BN/2 cycles; shared is what
+wgmma reads and TMA writes at 128 bytes a cycle; entering are the rows and columns that come from the L2 cache, at 64
+bytes a cycle, less what the CTA beside reads too; a chain's step takes 16.6 + BN/4 (docs/hopper.md). cut is for lines
+that end inside of a box of 64 elements, which TMA fills slowly. FIXED, TILE, STEP, ALONE, MEMORY and the three slopes
+of `shape` (in the logarithms of m, n and k) are a tile's own numbers and `Shared` is one set for all; `python -m
+benchmarks.fit` fits them to products drawn at random and judges them on others.
 """
 
 from __future__ import annotations
@@ -58,24 +59,31 @@ _FILE = Path(__file__).parent / "tiles" / "time_model.json"
 OWN = {"step": 1.0, "tile": 1.0, "fixed": 1.0, "alone": 0.0, "memory": 1.0, "by_m": 0.0, "by_n": 0.0, "by_k": 0.0}
 
 # The numbers of all tiles and where the fit begins. tensor, shared, entering, chain: factors of the cycles that the
-# hardware's rates give. pair: of what two CTAs below one another both read, the part that comes once. shared_a,
-# shared_b: of an operand that a cluster shares, the part that each CTA waits for. km, mm: factors of a step, by load
-# paths. broken_a, broken_b: of a step, where lines are not of whole 128 bytes. padding: of the k that fill up the last
-# stage. fixed_us and fixed_area_us (of 128 x 128): of a grid. tile_us, out_us and area_us (of 128 x 128 outputs that
-# there are, and of the tile's): of a tile; few_us: of a tile of more than 64 rows that has not all of them. f32,
-# accumulate: factors of out_us, area_us and few_us. tb_s: of memory. cache_tb_s: of L2. again: of what a wave has to
-# read again; resident_mb: operands that L2 keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a
-# box, for K-major and for MN-major operands.
+# hardware's rates give. pair_a, pair_b: of what the CTAs of a pair of multiprocessors both read, the part that comes
+# once. shared_a, shared_b: of an operand that a cluster shares, the part that each CTA waits for. gpc: the CTAs that
+# what they all read comes once for. km, mm: factors of a step, by load paths. broken_a, broken_b: of a step, where
+# lines are not of whole 128 bytes. padding: of the k that fill up the last stage. fixed_us and fixed_area_us (of 128
+# x 128): of a grid. tile_us, out_us and area_us (of 128 x 128 outputs that there are, and of the tile's): of a tile;
+# few_us: of a tile of more than 64 rows that has not all of them. f32, accumulate: factors of out_us, area_us and
+# few_us. alone: of a walk, where few CTAs run. half, over: of the rest, the part that there is when half of the
+# multiprocessors have a CTA, and when one more has. spread: of memory's time, so much where each has a pair to
+# itself, and runs alone there. tb_s: of memory. segment: outputs of 128 columns count for so much more there, of
+# fewer for more still. cache_tb_s: of L2. again: of what a wave has to read again; resident_mb: operands that L2
+# keeps. cut_k_ns, cut_mn_ns: for each line of a tile that ends inside of a box, for K-major and for MN-major
+# operands; cut_n_ns: for each k of a line that is not there.
 SHARED = {
-    "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair": 0.6, "shared_a": 0.5, "shared_b": 0.5,
-    "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5, "fixed_us": 1.4, "fixed_area_us": 0.4,
-    "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3, "f32": 3.0, "accumulate": 2.0, "alone": 0.75,
-    "tb_s": 4.8, "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
+    "tensor": 1.15, "shared": 0.8, "entering": 0.8, "chain": 1.3, "pair_a": 0.6, "pair_b": 0.6, "shared_a": 0.5,
+    "shared_b": 0.5, "gpc": 16.0, "km": 1.0, "mm": 1.0, "broken_a": 1.05, "broken_b": 1.05, "padding": 0.5,
+    "fixed_us": 1.4, "fixed_area_us": 0.4, "tile_us": 0.1, "out_us": 0.8, "area_us": 0.05, "few_us": 0.3,
+    "f32": 3.0, "accumulate": 2.0, "alone": 0.75, "half": 0.3, "spread": 0.45, "over": 0.85, "tb_s": 4.8,
+    "segment": 0.1, "cache_tb_s": 9.0, "again": 1.2, "resident_mb": 30.0, "cut_k_ns": 0.007, "cut_mn_ns": 0.018,
+    "cut_n_ns": 0.0002,
 }  # fmt: skip
 
 _CLOCK = 1700.0  # cycles a µs
 _ENTERING = 64.0  # bytes a cycle
 _BOX = 64
+_MANY = 1e9  # rows: beyond any product
 _FEW_COLUMNS = 8.0  # FEW_COLUMNS of pipeline.cuh's TileWalk, of swapped tiles
 
 
@@ -128,8 +136,11 @@ class Prepared:
     at_once: Array  # tiles or pairs that run at one time
     rows: tuple[Array, Array]  # of A that a tile reads, at least and at most
     from_a: Array  # of what enters for each row
-    pairs_above: Array  # m
-    from_b: tuple[Array, Array]  # what enters for B: of a CTA, of one of a pair
+    from_b: Array  # what enters for B
+    pairs_above: Array  # m above which CTAs are launched in pairs that copy nothing for one another
+    paired: tuple[float, float]  # of A and of B, what a pair need not read twice
+    gpc: float
+    spread: float
     settled: float  # m above which what a tile reads depends on m no more
     entering: float
     limits: Array  # the other limits of a step, to the 4th power
@@ -138,6 +149,7 @@ class Prepared:
     out_us: Array
     few_us: Array
     unequal: Array  # 1 - alone
+    idle: tuple[float, float, float]  # of that, by the part of the multiprocessors that are idle: _idle
     fixed_us: Array
     bytes_n: Value  # MB of operands and output, in all and for each row of m
     bytes_m: Value
@@ -152,6 +164,7 @@ class Prepared:
     cut: Array
     cut_rows: Array
     cut_few: Array
+    cut_from: Array  # m
     shape: Array
     by_m: Array
     always: tuple[Array, Array, Array]  # _read above `settled`
@@ -189,12 +202,16 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
     area = rows * columns / 16384
     other = np.where(swapped, np.minimum(rows, n), np.minimum(columns, n))  # outputs for each row of m
     size = np.where(product.accumulate, 8.0, np.where(product.f32, 4.0, 2.0))
+    side_by_side = np.where(swapped, rows * pair_b, columns * pair_a)
     megabytes = 2e-6 * k * product.batch
     boxes = np.ceil(k / _BOX) * _BOX != k
-    cut_k, cut_mn = 1e-3 * all_["cut_k_ns"] * boxes, 1e-3 * all_["cut_mn_ns"] * k
+    # Boxes of fewer than 64 have only what there is, but for tiles that a cluster shares.
+    few = np.where(tiles.share > 0, 0.0, _BOX)
+    cut_k, cut_mn = 1e-3 * all_["cut_k_ns"] * (boxes & (k >= few)), 1e-3 * all_["cut_mn_ns"] * k
     in_b = np.minimum(columns, np.where(swapped, columns, n))
-    cut = np.where(b_along, cut_k * in_b, cut_mn * np.ceil(columns / _BOX) * (~swapped & (n < columns)))
-    cut = cut + np.where(swapped & ~a_along, cut_mn * np.ceil(rows / _BOX) * (n < rows), 0.0)
+    cut = np.where(b_along, cut_k * in_b, cut_mn * np.ceil(columns / _BOX) * (~swapped & (n < columns) & (n >= few)))
+    cut = cut + np.where(swapped & ~a_along, cut_mn * np.ceil(rows / _BOX) * ((n < rows) & (n >= few)), 0.0)
+    cut = cut + 1e-3 * all_["cut_n_ns"] * k * (np.maximum(columns - n, 0.0) * (b_along & ~swapped))
     tiles_each = along * pair_a * pair_b * product.batch / multiprocessors
     no, one = np.zeros(len(rows)), np.ones(len(rows))
     cache = 2e-6 * k * broken * multiprocessors / all_["cache_tb_s"]
@@ -212,8 +229,11 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         rows=(np.where(varies, 1.0, fixed_rows), np.where(swapped, fixed_rows, rows)),
         from_a=np.where(tiles.share == 1, all_["shared_a"], 1.0),
         pairs_above=np.where(tiles.share > 0, np.inf, np.where(swapped, np.where(n > rows, 0.0, np.inf), rows)),
-        from_b=(alone_b, alone_b * (1 - all_["pair"])),
-        settled=float(extent.max()),
+        from_b=alone_b,
+        paired=(all_["pair_a"], all_["pair_b"]),
+        gpc=all_["gpc"],
+        spread=all_["spread"],
+        settled=float((extent * np.maximum(tiles.band, _FEW_COLUMNS)).max()),
         entering=all_["entering"] * 32 / _ENTERING,
         limits=limits,
         step_us=own["step"] * km * broken * steps / _CLOCK,
@@ -221,10 +241,11 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         out_us=own["tile"] * all_["out_us"] * other * outputs / 16384,
         few_us=own["tile"] * all_["few_us"] * area * outputs * ((rows > 64) & ~swapped),
         unequal=1 - 1 / (1 + (1 / all_["alone"] - 1) * np.exp(-own["alone"])),
+        idle=(2 * (1 - all_["over"]), 1 - 2 * all_["half"], 2 * all_["half"]),
         fixed_us=own["fixed"] * (all_["fixed_us"] + all_["fixed_area_us"] * area),
         bytes_n=megabytes * n,
         bytes_m=megabytes,
-        out_m=1e-6 * n * size * product.batch,
+        out_m=1e-6 * n * size * product.batch * (1 + all_["segment"] * 128 / side_by_side),
         memory=own["memory"] / all_["tb_s"],
         cache=(cache * pair_a**-0.25, cache * pair_b**-0.25),
         resident=all_["resident_mb"] * product.batch,
@@ -235,6 +256,7 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
         cut=cut * multiprocessors,
         cut_rows=cut_rows * multiprocessors,
         cut_few=cut_few * multiprocessors,
+        cut_from=few,
         shape=own["by_n"] * _centred(n, 8, 2048) + own["by_k"] * _centred(k, 16, 2048),
         by_m=own["by_m"],
         always=(no, no, no),
@@ -244,8 +266,19 @@ def prepare(tiles: TileShapes, numbers: Numbers, product: Product, multiprocesso
 
 def _read(p: Prepared, m: Value) -> tuple[Array, Array, Array]:
     """What a tile reads of A and of B for each k, and the µs that it takes."""
+    units = np.ceil(np.minimum(m, _MANY) / p.unit)
+    down, across = p.down[0] + p.down[1] * units, p.across[0] + p.across[1] * units
+    # TileWalk of tile_walk.cuh: two CTAs one behind the other have tiles below one another, but for the last of an odd
+    # number of them; or beside one another where columns are few and even.
+    few = across <= p.few
+    height = np.minimum(p.band, down)
+    height[few] = 2.0
+    in_pairs = m > p.pairs_above
+    beside = few & in_pairs & ~_odd(across)
     a = np.maximum(np.minimum(p.rows[1], m), p.rows[0]) * p.from_a
-    b = np.where(m > p.pairs_above, p.from_b[1], p.from_b[0])
+    a *= 1 - p.paired[0] * beside
+    b = (p.paired[1] * (in_pairs & ~beside)) * (1 - _odd(height) / height)
+    b = p.from_b * (1 - b)
     entering = (a + b) * p.entering
     entering *= entering
     cycles = np.sqrt(np.sqrt(p.limits + entering * entering))
@@ -265,6 +298,12 @@ def times_us(prepared: Prepared, m: Value) -> Array:
     return _times_us(prepared, m, _of_m(m), m, one and m > prepared.settled)
 
 
+def _odd(count: Array) -> Flags:
+    half = 0.5 * count
+    result: Flags = np.floor(half) != half
+    return result
+
+
 def _of_m(m: Value) -> Value:
     return _centred(m, 4, 256)
 
@@ -276,13 +315,14 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
     a, b, tile = p.always if settled else _read(p, m)
     # Whole walks, and of what is left from `alone` to 1.
     computing = most - each
+    computing = np.where(computing < 0.5, p.idle[0] * computing, p.idle[1] + p.idle[2] * computing)
     computing *= p.unequal
     np.subtract(most, computing, out=computing)
     computing = computing * tile
     computing *= computing
     # Rows and columns of tiles that are computed at one time, and with it the CTAs that read one part of B and of A.
     down, across = p.down[0] + p.down[1] * units, p.across[0] + p.across[1] * units
-    high = np.minimum(np.where(across <= p.few, 1.0, p.band), down)
+    high = np.minimum(np.where(across <= p.few, 1.0 + _odd(across), p.band), down)
     wide = np.minimum(p.at_once / high, across)
     high = np.minimum(np.maximum(p.at_once / across, high), down)
     operands = p.bytes_n + p.bytes_m * m
@@ -294,16 +334,21 @@ def _times_us(p: Prepared, m: Value, slope: Value, most_m: Value, settled: bool)
         megabytes = megabytes + p.again * np.maximum(wave, 0.0) * np.maximum(1 - p.resident / operands, 0.0)
     memory = p.memory * megabytes
     memory *= memory
-    cache = p.cache[0] * a / np.sqrt(np.sqrt(wide))
-    cache = each * (cache + p.cache[1] * b / np.sqrt(np.sqrt(high)))
+    memory *= np.where(each <= 0.5, p.spread, most)
+    memory /= each
+    # Of CTAs that run at one time, those of a GPC have so many for each row, and for each column, of tiles.
+    near = p.gpc * np.minimum(each, 1.0)
+    for_row, for_column = near / high, near / wide
+    cache = p.cache[0] * a / np.sqrt(1 + for_row + for_row * for_row)
+    cache = each * (cache + p.cache[1] * b / np.sqrt(1 + for_column + for_column * for_column))
     cache *= cache
     computing *= computing
     memory *= memory
     cache *= cache
-    result: Array = p.fixed_us + np.sqrt(np.sqrt(computing + memory * (most / each) + cache))
+    result: Array = p.fixed_us + np.sqrt(np.sqrt(computing + memory + cache))
     if p.cuts:
         rows = np.maximum(np.minimum(p.rows[1], m), p.rows[0])
-        result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * (m < p.extent))
+        result = result + each * (p.cut + p.cut_rows * rows + p.cut_few * ((m < p.extent) & (m >= p.cut_from)))
     result = result * np.exp(p.shape + p.by_m * slope)
     return result
 

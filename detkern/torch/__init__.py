@@ -5,7 +5,8 @@ Importing it needs PyTorch (2.6 or newer); `import detkern` alone does not. docs
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch as _torch  # noqa: F401
@@ -25,8 +26,10 @@ from .functions.rows import cumsum, log_softmax, mean, mean_square, softmax, sum
 from .functions.scattered import rows_summed as scatter_sum
 from .layers.convert import ConversionReport, convert, revert
 from .layers.linear import Linear, zero_main_grads
-from .mode.mode import batch_invariant_mode
-from .mode.process import disable, enable, is_enabled
+
+if TYPE_CHECKING:
+    from .mode.mode import batch_invariant_mode
+    from .mode.process import disable, enable, is_enabled
 
 __all__ = [
     "ConversionReport", "Linear", "batch_invariant_mode", "bmm", "convert", "cumsum", "disable", "embedding", "enable",
@@ -36,9 +39,25 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Loaded at their first use: the mode's tables of PyTorch's functions take half of the time of this import.
+_LATER = {
+    "batch_invariant_mode": "mode.mode",
+    "disable": "mode.process",
+    "enable": "mode.process",
+    "is_enabled": "mode.process",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The operations that have no module of their own here."""
+    """What is loaded later, and the operations that have no module of their own here."""
+    if name in _LATER:
+        value = globals()[name] = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        return value
     try:
         return _FUNCTIONS[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, *_FUNCTIONS})

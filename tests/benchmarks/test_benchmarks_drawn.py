@@ -163,7 +163,7 @@ def test_the_regret_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _arguments(folder: Path, **options: Any) -> argparse.Namespace:
     defaults = {
         "output": folder, "drawn": "new", "again": False, "count": 24, "regret": 0, "peers": [], "seconds": 1000.0,
-        "missing": False,
+        "missing": False, "compare": None,
     }  # fmt: skip
     return argparse.Namespace(**(defaults | options))
 
@@ -199,17 +199,19 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
         found: dict[str, Any] = json.loads(record.read_text())
         return found
 
+    first = drawn.FITTING_SEEDS[-1] + 1
     with pytest.raises(KeyboardInterrupt):
         run()
     made = json.loads(record.read_text())
-    assert (made["seed"], made["count"], len(made["rows"])) == (3, 24, 10)  # 1 and 2 are for fitting
+    assert (made["seed"], made["count"], len(made["rows"])) == (first, 24, 10)
+    assert made["done"] == {"products": 10, "detkern": 10, "cublas": 10}
     stop[0] = 100
     assert len(run(seconds=0.0, missing=True)["rows"]) == 10
     made = run(missing=True)
-    assert (made["seed"], measured) == (3, list(range(10, 24)))
+    assert (made["seed"], measured) == (first, list(range(10, 24)))
     assert [row["index"] for row in made["rows"]] == list(range(24))
     assert all(row["ratio"] == 0.8 and row["tile"] and row["date"] for row in made["rows"])
-    assert run(missing=True)["seed"] == 3
+    assert run(missing=True)["seed"] == first
     assert measured == []
     # A row that went wrong is one that is missing, and so is one whose tiles were to be timed.
     made["rows"][5] = {"index": 5, "part": "da", "name": "x", "m": 1, "error": "wrong"}
@@ -218,13 +220,13 @@ def test_a_record_keeps_its_seed_until_it_is_complete(tmp_path: Path, monkeypatc
     assert measured == [5]
     # Complete and measured again: another set. More products than there are: the same set, and what it has not yet.
     made = run(count=25, missing=True)
-    assert (made["seed"], made["count"], measured) == (3, 25, [24])
+    assert (made["seed"], made["count"], measured) == (first, 25, [24])
     made = run()
-    assert (made["seed"], len(made["rows"]), measured) == (4, 24, list(range(24)))
+    assert (made["seed"], len(made["rows"]), measured) == (first + 1, 24, list(range(24)))
     # Other kernels: nothing of it stays.
     kernel.write_text("two")
     made = run(missing=True, count=8)
-    assert (made["seed"], measured) == (5, list(range(8)))
+    assert (made["seed"], measured) == (first + 2, list(range(8)))
 
 
 def test_which_seed_a_visit_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +235,7 @@ def test_which_seed_a_visit_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, row = drawn_record.plan, functools.partial(_row, part="forward", m=1, ratio=1.0)
     made = {"seed": 77, "count": 3}
     some, whole = [row(0), row(2)], [row(0), row(1), row(2)]
-    assert plan(None, []).seed == 3  # 1 and 2 are for fitting
+    assert plan(None, []).seed == drawn.FITTING_SEEDS[-1] + 1
     assert len(plan(None, []).left) == drawn_record.COUNT == 4000
     assert plan(None, [], 50, 5).left == [0, 1, 2, 3, 4]
     for seed in drawn.FITTING_SEEDS:
@@ -259,10 +261,13 @@ def test_which_seed_a_visit_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_rows_have_all_that_they_should_have() -> None:
     row = _row(5, "forward", 1, 1.0, cublaslt_us=3.0, refused={"vllm_triton": "no"})
-    assert drawn_run._whole(row, 5, ["cublas", "detkern", "cublaslt", "vllm_triton"])
-    assert not drawn_run._whole(row, 5, ["cublas", "detkern", "cublas_no_split"])
-    assert not drawn_run._whole(row, 6, ["cublas", "detkern"])
-    assert drawn_run._whole(row | {"regret": 1.0}, 6, ["cublas", "detkern"])
+    assert drawn_run._whole(row, 5, ["cublas", "detkern", "cublaslt", "vllm_triton"], None)
+    assert not drawn_run._whole(row, 5, ["cublas", "detkern", "cublas_no_split"], None)
+    assert not drawn_run._whole(row, 6, ["cublas", "detkern"], None)
+    assert drawn_run._whole(row | {"regret": 1.0}, 6, ["cublas", "detkern"], None)
+    all_peers = ["cublas", "detkern", "cublaslt", "cublas_no_split"]
+    assert drawn_run._whole(row, 5, all_peers, 5)
+    assert not drawn_run._whole(row, 5, all_peers, 6)
 
 
 def test_a_device_that_fails_ends_the_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,6 +444,7 @@ def test_a_report_of_a_record_that_is_not_complete_fails(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "WRONG: 1 a.b da M 9: detkern: wrong" in said
     assert "1 of 3 products are not measured" in said
+    assert "products 1, cublas 1, detkern 1, regret 1" in said
     text = path.with_suffix(".md").read_text()
     assert "Seed 7, 1 of 3 products" in text
     assert "| o | 1 | 0.700 | 0.700 | 0.700 | 0.700 |" in text

@@ -36,14 +36,25 @@ def test_a_line_is_one_that_fit_reads(tmp_path: Path) -> None:
     assert read["f32"] is True
 
 
-@pytest.mark.parametrize("seed", FITTING_SEEDS)
-def test_the_recorded_logs_are_of_their_seed_and_its_products(seed: int) -> None:
-    lines = fit.read(RECORDED / f"tile-times-seed{seed}.jsonl")
-    assert len(lines) > 700
+LOGS = sorted(RECORDED.glob("tile-times-seed*.jsonl"))
+
+
+@pytest.mark.parametrize("log", LOGS, ids=[log.stem for log in LOGS])
+def test_the_recorded_logs_are_of_their_seed_and_its_products(log: Path) -> None:
+    lines = fit.read(log)
+    seed = int(log.stem.removeprefix("tile-times-seed"))
+    assert seed in FITTING_SEEDS
     assert {line["seed"] for line in lines} == {seed}
     assert len({line["index"] for line in lines}) == len(lines)
-    for line in lines[:: len(lines) // 40]:
+    for line in lines[:: max(1, len(lines) // 40)]:
         drawn = draw(seed, line["index"])
         assert (line["m"], line["n"], line["k"]) == drawn.sizes
         assert line["part"] == drawn.part
         assert len(set(line["us"]) & TILES) > 1
+
+
+def test_the_table_is_fitted_to_many_products() -> None:
+    """Of which every tile that is chosen often was timed."""
+    lines = [line for log in LOGS for line in fit.read(log)]
+    assert len(lines) > 1500
+    assert len({label for line in lines for label in line["us"]} & TILES) > 0.7 * len(TILES)

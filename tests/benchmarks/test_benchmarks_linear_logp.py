@@ -63,4 +63,5 @@ def test_drawn_rows_are_judged_by_their_mean_and_the_worst() -> None:
 
 def test_the_sources_are_the_kernels_and_what_divides_their_work() -> None:
     names = {path.name for path in linear_logp.sources()}
-    assert {"linear_logp.cu", "logp_state.cuh", "exponential.cuh", "mma_wgmma.cu", "linear_logp.py"} <= names
+    assert {"linear_logp.cu", "linear_logp_wgmma.cu", "logit_tile.cuh", "logp_state.cuh", "mma_wgmma.cu"} <= names
+    assert {"linear_logp.py", "linear_logp_launch.py", "linear_logp_wgmma.py"} <= names

@@ -15,29 +15,12 @@
 //          rows' offsets; STRIDED: the same, a line 4 bytes longer.
 // Loads    MN_MAJOR wants the pointer, the row stride and the batch strides at multiples of 16 bytes; K_MAJOR the
 //          pointer and the column stride, and no batch. A line may end anywhere.
+#include "parts/column_sum_params.cuh"
 #include "parts/elements.cuh"
 #include "parts/params.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/registers.cuh"
-
-constexpr int MAX_SUM_RANK = 62;  // as DETKERN_MAX_SUM_RANK in abi/abi.h
-
-// column_sum.py packs the same fields in the same order; strides are in elements, of any sign.
-struct ColumnSumParams {
-  const void* dc;
-  void* out;
-  int64_t rows;  // of all batch indices together
-  int64_t m, n;  // rows of one batch index; columns
-  int64_t row_stride, col_stride;
-  int64_t out_stride;
-  int32_t out_dtype;   // F32, F16 or BF16
-  int32_t accumulate;  // 1: the chain starts at out (f32)
-  int32_t batch_rank;
-  int32_t unused;
-  int64_t batch_shape[MAX_SUM_RANK];
-  int64_t batch_strides[MAX_SUM_RANK];
-};
 
 constexpr int SIZE = OPERAND == F32 ? 4 : 2;
 constexpr int CHUNK = 16 / SIZE;  // elements of one copy
@@ -52,19 +35,6 @@ constexpr int OFFSETS_BYTES = LOAD == K_MAJOR ? 0 : 2 * ROWS * 8;
 static_assert(SMEM_BYTES == OFFSETS_BYTES + STAGES * STAGE_BYTES, "shared memory");
 static_assert(OFFSETS_BYTES % 16 == 0 && (LOAD == STRIDED || STAGE_BYTES % 16 == 0), "stages of vectors are aligned");
 static_assert(ROWS <= LOADERS, "a thread finds the offset of one row of a stage");
-
-// The offset of a row in elements.
-DETKERN_INLINE int64_t row_offset(const ColumnSumParams& p, int64_t row) {
-  if (p.batch_rank == 0) return row * p.row_stride;
-  int64_t outer = quotient(row, p.m);
-  int64_t offset = (row - outer * p.m) * p.row_stride;
-  for (int axis = p.batch_rank - 1; axis >= 0; --axis) {
-    const int64_t next = quotient(outer, p.batch_shape[axis]);
-    offset += (outer - next * p.batch_shape[axis]) * p.batch_strides[axis];
-    outer = next;
-  }
-  return offset;
-}
 
 using Element = StorageOf<OPERAND>::type;
 
@@ -225,16 +195,6 @@ DETKERN_INLINE void add_rows(float& acc, const char* stage, int column, int coun
   }
 }
 
-DETKERN_INLINE void store(const ColumnSumParams& p, int64_t column, float acc) {
-  const float value = __fadd_rn(acc, 0.0f);  // a NaN becomes canonical here, and in the conversions
-  const int64_t offset = column * p.out_stride;
-  if (p.out_dtype == F32) {
-    static_cast<float*>(p.out)[offset] = value;
-  } else {
-    static_cast<uint16_t*>(p.out)[offset] = p.out_dtype == F16 ? round_one<F16>(value) : round_one<BF16>(value);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __grid_constant__ ColumnSumParams p) {
   extern __shared__ __align__(16) char shared[];
   char* const ring = shared + OFFSETS_BYTES;
@@ -265,6 +225,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) detkern_kernel(const __gri
         added = added + 1 == STAGES ? 0 : added + 1;
       }
     }
-    if (!loads && column < p.n) store(p, column, acc);
+    if (!loads && column < p.n) store_any(p.out, column * p.out_stride, p.out_dtype, acc);
   }
 }

@@ -1,53 +1,41 @@
 // linear_logp (docs/contracts.md) from blocks of finished logits, binary32, that a product has left in scratch memory:
 // any contract and device that has products.
 //
-// PHASE. FOLD: a block to the states of groups of four units, 256 columns of a part. MERGE: the groups of a shard to
-// its state. RESULTS: the states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its
-// logits.
-// Launch. 256 threads. FOLD: grid (ceil(rows / 8), groups), a warp a row, eight lanes a unit. MERGE: grid
-// ceil(rows / 32), a warp a part. RESULTS: grid ceil(rows / 256). DELTA: grid (rows, ceil(columns / 2048)).
-// Memory. No dynamic shared memory. `nodes`: [groups][3][rows] binary32, written by FOLD, read by MERGE.
+// PHASE. FOLD: a block to the states of nodes of four units, 256 columns of a part. MERGE: the nodes of a shard to its
+// state, from here (TILE_UNITS 4) or from linear_logp_wgmma.cu, whose tiles have 2 to 4 units of a row. RESULTS: the
+// states of shards to log-probabilities, lse and entropy. DELTA: a block to the gradient of its logits.
+// Launch. 256 threads. FOLD: grid (ceil(rows / 8), nodes), a warp a row, eight lanes a unit. MERGE: grid
+// ceil(rows / MERGE_ROWS), a warp a part, of MERGE_ROWS rows (1, 8) 32 / MERGE_ROWS slices each; DEPENDENT (1), behind
+// linear_logp_wgmma.cu, a dependent launch. RESULTS: grid ceil(rows / 256). DELTA: grid (rows,
+// ceil(columns / 2048)).
+// Memory. No dynamic shared memory. `nodes`: [nodes][2, or 3 with entropy][rows] binary32, read by MERGE.
+#include "parts/logp_gradient.cuh"
+#include "parts/logp_params.cuh"
 #include "parts/logp_state.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/numbers.cuh"
 #include "ptx/types.cuh"
+
+#ifndef TILE_UNITS
+#define TILE_UNITS 4
+#endif
+#ifndef MERGE_ROWS
+#define MERGE_ROWS 8
+#endif
+#ifndef DEPENDENT
+#define DEPENDENT 0
+#endif
 
 enum Phase : int32_t { FOLD = 0, MERGE = 1, RESULTS = 2, DELTA = 3 };
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int GROUP = 4 * UNIT;
+constexpr int NODE_UNITS = TILE_UNITS == 4 ? 4 : 2;  // of a node of MERGE
+constexpr int SLICES = 32 / MERGE_ROWS;
 constexpr int DELTA_COLUMNS = 8 * THREADS;
-constexpr int PARTS = 8, LEVELS = 24;  // of a tree over the groups of a part: for vocabularies to 2^35
-
-struct LogpParams {
-  const float* logits;  // of a block [rows, columns]
-  float* nodes;
-  const void* target;
-  float* state;  // of RESULTS: those of all shards
-  const float* grads;
-  void* out;
-  int64_t rows, logits_row;
-  int64_t target_row, target_col;
-  int64_t state_shard, state_line, state_row;
-  int64_t grads_line, grads_row;
-  int64_t out_row, out_col;  // of RESULTS: between lines and between rows
-  int64_t vocabulary, part_length;
-  int64_t column, columns;  // of the block, FOLD and DELTA; of the shard, MERGE: the first one, and how many
-  int64_t node, part_groups;  // the first of FOLD's groups; how many a whole part has
-  int64_t ignore_index;
-  int32_t first_part, parts, shards, targets;
-  int32_t entropy, wide_targets, out_dtype;
-  Scaling scaling;
-};
-
-DETKERN_INLINE int64_t target_of(const LogpParams& p, int64_t row, int k) {
-  const int64_t at = row * p.target_row + k * p.target_col;
-  return p.wide_targets ? static_cast<const int64_t*>(p.target)[at] : static_cast<const int32_t*>(p.target)[at];
-}
-
-DETKERN_INLINE int64_t part_edge(const LogpParams& p, int part) {
-  const int64_t edge = part * p.part_length;
-  return edge < p.vocabulary ? edge : p.vocabulary;
-}
+constexpr int PARTS = 8;
+// Of a tree over the blocks of a slice of a part: for vocabularies to 2^31, of linear_logp_wgmma.cu to 2^22.
+constexpr int LEVELS = DEPENDENT ? 8 : 18;
 
 DETKERN_INLINE State shuffled(const State& state, int lanes) {
   return {__shfl_xor_sync(~0u, state.m, lanes), __shfl_xor_sync(~0u, state.s, lanes),
@@ -78,9 +66,9 @@ DETKERN_INLINE void fold(const LogpParams& p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane % 8;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + warp;
   const int64_t node = p.node + blockIdx.y;
-  const int part = p.first_part + static_cast<int>(node / p.part_groups);
+  const int part = p.first_part + static_cast<int>(node / p.part_nodes);
   const int64_t end = part_edge(p, part + 1);
-  const int64_t first = part_edge(p, part) + node % p.part_groups * GROUP;
+  const int64_t first = part_edge(p, part) + node % p.part_nodes * GROUP;
   if (row >= p.rows || first >= end) return;  // whole warps
   const int64_t column = first + lane / 8 * UNIT + place;
   const float* source = p.logits + row * p.logits_row + (column - p.column);
@@ -121,50 +109,103 @@ DETKERN_INLINE void fold(const LogpParams& p) {
     if (right_unit < end) state = merged;
   }
   if (lane == 0) {
-    float* target = p.nodes + node * 3 * p.rows + row;
-    target[0] = state.m, target[p.rows] = state.s, target[2 * p.rows] = state.w;
+    float* target = p.nodes + node * node_lines(p) * p.rows + row;
+    target[0] = state.m, target[p.rows] = state.s;
+    if (p.entropy) target[2 * p.rows] = state.w;
   }
 }
 
-DETKERN_INLINE void merge(const LogpParams& p) {
-  __shared__ float shared[3][PARTS][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 32 + lane;
-  const bool inside = row < p.rows;
-  State state = no_state();
-  if (inside && warp < p.parts) {
-    const int part = p.first_part + warp;
-    const int64_t groups = (part_edge(p, part + 1) - part_edge(p, part) + GROUP - 1) / GROUP;
-    // A binary counter, whose levels are registers.
-    State waiting[LEVELS];
+// State number `node` of a part, of NODE_UNITS units. source: the row's first number of the part. A tile of three units
+// leaves two states, that of the pair of which it has both and that of the other unit, whose second is the next tile's.
+DETKERN_INLINE State node_state(const LogpParams& p, const float* source, int64_t node, int64_t units) {
+  const int lines = node_lines(p);
+  const auto stored = [&](int64_t at) {
+    const float* place = source + at * lines * p.rows;
+    return State{place[0], place[p.rows], lines == 3 ? place[2 * p.rows] : 0.0f};
+  };
+  if (TILE_UNITS != 3) return stored(node);
+  const int64_t unit = 2 * node, place = unit / 3 * 2 + (unit % 3 != 0);
+  State state = stored(place);
+  if (unit % 3 == 2 && unit + 1 < units) state = merge_states(state, stored(place + 1));
+  return state;
+}
+
+// States of a part's nodes [first, last), merged by a binary counter of blocks of nodes, whose levels are registers.
+DETKERN_INLINE State merged_nodes(const LogpParams& p, const float* source, int64_t first, int64_t last,
+                                  int64_t units) {
+  constexpr int BLOCK = 4;
+  State waiting[LEVELS];
 #pragma unroll
-    for (int level = 0; level < LEVELS; ++level) waiting[level] = no_state();
-    for (int64_t group = 0; group < groups; ++group) {
-      const float* source = p.nodes + (warp * p.part_groups + group) * 3 * p.rows + row;
-      State leaf{source[0], source[p.rows], source[2 * p.rows]};
-      bool done = false;
+  for (int level = 0; level < LEVELS; ++level) waiting[level] = no_state();
+  int64_t blocks = 0;
+#pragma unroll 1
+  for (int64_t node = first; node < last; node += BLOCK, ++blocks) {
+    State block[BLOCK];
 #pragma unroll
-      for (int level = 0; level < LEVELS; ++level) {
-        if (done) continue;
-        done = !(group >> level & 1);
-        if (done) waiting[level] = leaf;
-        else leaf = merge_states(waiting[level], leaf);
-      }
-    }
-    bool any = false;
+    for (int i = 0; i < BLOCK; ++i)
+      if (node + i < last) block[i] = node_state(p, source, node + i, units);
+#pragma unroll
+    for (int distance = 1; distance < BLOCK; distance *= 2)
+#pragma unroll
+      for (int i = 0; i < BLOCK; i += 2 * distance)
+        if (node + i + distance < last) block[i] = merge_states(block[i], block[i + distance]);
+    bool done = false;
 #pragma unroll
     for (int level = 0; level < LEVELS; ++level) {
-      if (!(groups >> level & 1)) continue;
-      state = any ? merge_states(waiting[level], state) : waiting[level];
-      any = true;
+      if (done) continue;
+      done = !(blocks >> level & 1);
+      if (done) waiting[level] = block[0];
+      else block[0] = merge_states(waiting[level], block[0]);
     }
   }
-  shared[0][warp][lane] = state.m, shared[1][warp][lane] = state.s, shared[2][warp][lane] = state.w;
+  State state = no_state();
+  bool any = false;
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+    if (!(blocks >> level & 1)) continue;
+    state = any ? merge_states(waiting[level], state) : waiting[level];
+    any = true;
+  }
+  return state;
+}
+
+DETKERN_INLINE void merge(const LogpParams& p) {
+  if constexpr (DEPENDENT) wait_for_earlier_grid();
+  __shared__ float shared[3][PARTS][MERGE_ROWS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane % MERGE_ROWS;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * MERGE_ROWS + place;
+  const bool inside = row < p.rows;
+  State state = no_state();
+  int64_t slices = 0;
+  if (warp < p.parts) {
+    const int part = p.first_part + warp;
+    const int64_t units = (part_edge(p, part + 1) - part_edge(p, part) + UNIT - 1) / UNIT;
+    const int64_t nodes = (units + NODE_UNITS - 1) / NODE_UNITS;
+    int64_t slice = 1;  // nodes of a whole slice: a power of two, so that slices are subtrees
+    while (slice * SLICES < nodes) slice *= 2;
+    slices = (nodes + slice - 1) / slice;
+    const int64_t first = lane / MERGE_ROWS * slice;
+    if (inside) {
+      const float* source = p.nodes + warp * p.part_nodes * node_lines(p) * p.rows + row;
+      state = merged_nodes(p, source, first, first + slice < nodes ? first + slice : nodes, units);
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < SLICES; distance *= 2) {
+    const State right = shuffled(state, distance * MERGE_ROWS);
+    const int slice = lane / MERGE_ROWS;
+    if (slice % (2 * distance) == 0 && slice + distance < slices) state = merge_states(state, right);
+  }
+  if (lane < MERGE_ROWS) {
+    shared[0][warp][place] = state.m;
+    shared[1][warp][place] = state.s;
+    shared[2][warp][place] = state.w;
+  }
   __syncthreads();
-  if (warp != 0 || !inside) return;
+  if (warp != 0 || lane >= MERGE_ROWS || !inside) return;
   State parts[PARTS];
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) parts[i] = {shared[0][i][lane], shared[1][i][lane], shared[2][i][lane]};
+  for (int i = 0; i < PARTS; ++i) parts[i] = {shared[0][i][place], shared[1][i][place], shared[2][i][place]};
   merge_all(parts);
   float* target = p.state + row * p.state_row;
   target[0] = __fadd_rn(parts[0].m, 0.0f);
@@ -211,24 +252,7 @@ DETKERN_INLINE void results(const LogpParams& p) {
 
 DETKERN_INLINE void delta(const LogpParams& p) {
   const int64_t row = blockIdx.x;
-  const State state{p.state[row * p.state_row], p.state[p.state_line + row * p.state_row],
-                    p.state[2 * p.state_line + row * p.state_row]};
-  const float* grads = p.grads + row * p.grads_row;
-  float log_s;
-  bool valid = has_results(state, log_s);
-  float total = 0.0f;
-  for (int k = 0; k < p.targets; ++k) {
-    const int64_t column = target_of(p, row, k);
-    const bool ignored = column == p.ignore_index;
-    total = __fadd_rn(total, ignored ? 0.0f : grads[k * p.grads_line]);
-    valid &= ignored || (column >= 0 && column < p.vocabulary);
-  }
-  float factor = __fadd_rn(grads[p.targets * p.grads_line], -total), back = 0.0f;
-  if (p.entropy) {
-    back = -grads[(p.targets + 1) * p.grads_line];
-    factor = __fmaf_rn(back, __fadd_rn(log_s, -__fdiv_rn(state.w, state.s)), factor);
-  }
-  const float inverse = __frcp_rn(state.s);
+  const RowGradient gradient(p, row, p.entropy);
   const int64_t first = static_cast<int64_t>(blockIdx.y) * DELTA_COLUMNS + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < DELTA_COLUMNS / THREADS; ++i) {
@@ -236,18 +260,10 @@ DETKERN_INLINE void delta(const LogpParams& p) {
     if (at >= p.columns) continue;
     float tangent;
     const float y = scaled_logit(p.scaling, p.logits[row * p.logits_row + at], tangent);
-    const float d = __fadd_rn(y, -state.m);
-    float x = factor;
-    if (p.entropy) x = __fmaf_rn(back, __fadd_rn(bounded(d), -log_s), factor);
-    float value = __fmul_rn(__fmul_rn(exponential(d), inverse), x);
-    for (int k = 0; k < p.targets; ++k) {
-      const int64_t column = target_of(p, row, k);
-      if (column == p.column + at && column != p.ignore_index) value = __fadd_rn(value, grads[k * p.grads_line]);
-    }
-    value = valid ? value : __int_as_float(0x7fffffff);
-    if (p.scaling.has_tau) value = __fmul_rn(value, p.scaling.tau);
-    if (p.scaling.has_cap) value = __fmul_rn(value, __fmaf_rn(-tangent, tangent, 1.0f));
-    value = __fadd_rn(value, 0.0f);
+    const float d = __fadd_rn(y, -gradient.m);
+    float value = gradient.of_others(d, exponential(d), p.entropy);
+    value = with_targets(p, row, p.column + at, value);
+    value = before_scaling(p.scaling, value, tangent, p.scaling.has_tau, p.scaling.has_cap);
     const int64_t to = row * p.out_row + at * p.out_col;
     if (p.out_dtype == F32) {
       static_cast<float*>(p.out)[to] = value;

@@ -21,10 +21,12 @@
 // Macros. OPERAND (F16, BF16); LOAD_A, LOAD_B (K_MAJOR, MN_MAJOR); SHARES (0 to 2); TILE_M (of GROUP_M; 16, 32 where A
 // is K_MAJOR), GROUP_M (64, 128), IN_TURN (0; 1 where TILE_M is GROUP_M); TILE_N (a width of ptx/wgmma.cuh; of
 // 64 where B is MN_MAJOR); TILE_K (of 64); STAGES; SLAB_BOXES (of 64 columns, that a warp's slab holds, where
-// TILE_N is a multiple of 64); STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1:
-// binary32 outputs in rows of pairs and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few
-// columns of tiles); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose,
-// STRIDED_OUT is 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
+// TILE_N is a multiple of 64); REST_N (0; where B is MN_MAJOR, columns behind the last whole 64, of 16: boxes of map_b
+// have so many where there is no whole one, else those of map_out, which is of B then, since such outputs need none);
+// STRIDED_OUT (0: no outputs of path OUT_ANY, which leaves out their code); F32_OUT (0; 1: binary32 outputs in rows,
+// written by 16 bytes, and no others; STRIDED_OUT is 0); BAND (tile rows; swapped: 1 where there are few columns of
+// tiles); CTAS_PER_SM; WARPS_M, WARPS_N (1); SWAPPED (0; 1: the output's map is that of its transpose, STRIDED_OUT is
+// 0, GROUP_M 64, IN_TURN 0); SMEM_BYTES; for tests JITTER (Sleep of parts/ring.cuh).
 #include "parts/main_loop.cuh"
 #include "parts/operand_tile.cuh"
 #include "parts/params.cuh"
@@ -46,6 +48,15 @@
 #ifndef F32_OUT
 #define F32_OUT 0
 #endif
+#ifndef REST_N
+#define REST_N 0
+#endif
+#ifndef START_AHEAD
+#define START_AHEAD 0
+#endif
+#ifndef OUT_HINT
+#define OUT_HINT 0
+#endif
 #ifndef JITTER
 #define JITTER 0
 #endif
@@ -64,7 +75,8 @@ using Loop = MainLoop<TileA, TileB, Wgmma16<OPERAND>, BLOCKS_M>;
 using Out = TileOutputs<TILE_M, TILE_N, SLAB_BOXES, SWAPPED>;
 using CtaRoles = Roles<CONSUMERS, THREADS, CTAS_PER_SM, 40, CTAS>;
 // Of few columns of tokens those that share weights come first.
-using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED ? 1 : 8, SWAPPED ? 8 : 0>;
+using Walk = TileWalk<TILE_M, TILE_N, BAND, SHARES, TileA::MN_ROWS ? 8 : 1, SWAPPED && !TileB::MN_ROWS ? 1 : 8,
+                      SWAPPED ? 8 : 0>;
 
 // Whether 16-bit outputs may go from registers to memory. TMA writes boxes of more rows than this faster.
 constexpr bool FROM_REGISTERS = TILE_M <= 64 && !SWAPPED;
@@ -85,6 +97,8 @@ static_assert(!F32_OUT || (!STRIDED_OUT && !SWAPPED), "one path");
 static_assert(!SWAPPED || (!STRIDED_OUT && GROUP_M == 64 && TILE_M >= 64 && !IN_TURN), "a slab a group");
 static_assert((64 - TILE_M) * ATOM_ROW_BYTES <= TileB::BYTES + CONSUMING_WARPS * Out::SLAB_BYTES,
               "wgmma reads 64 rows of A");
+static_assert(TileB::REST == REST_N && (TileB::REST == 0 || TileB::BOXES == 0 || (!STRIDED_OUT && !SWAPPED)),
+              "map_out is B's or the output's");
 static_assert(SMEM_BYTES == BARRIERS_AT + StageRing::BARRIER_BYTES + 1024, "shared memory");
 
 // Multiplies and writes the tiles of one consumer.
@@ -107,6 +121,16 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     forget(rows.column);
     return rows;
   };
+  // Outputs that the first chains start from are asked for while the earlier grid still runs. Those of the next tiles
+  // are not: where memory is the limit, what is asked for a tile ahead has left the L2 cache when it is needed.
+  const auto prefetch_start = [&](Walk of) {
+    if (OUTPUTS != Outputs::QUADS || !p.accumulate || !of.more()) return;
+    OutputTile tile = of.output();
+    tile.row += row;
+#pragma unroll 1
+    for (int block = 0; block < BLOCKS_M; ++block, tile.row += 64) Out::prefetch_quads(p, tile);
+  };
+  prefetch_start(walk);
   OutputTile next;
   if (AHEAD) next = place();
   while (walk.more()) {
@@ -125,9 +149,14 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
     if constexpr (!FROM_ZERO) {
       if (p.accumulate) {
         wait_for_earlier_grid();
-        if constexpr (OUTPUTS == Outputs::PAIRS) {
+        if constexpr (OUTPUTS == Outputs::QUADS) {
 #pragma unroll
-          for (int block = 0; block < BLOCKS_M; ++block) Out::fetch_pairs(p, tile_of(block), walk.own(), acc[block]);
+          for (int block = 0; block < BLOCKS_M; ++block) Out::fetch_quads(p, tile_of(block), walk.own(), acc[block]);
+          if (START_AHEAD == 1) {
+            Walk after = walk;
+            after.step();
+            prefetch_start(after);
+          }
         } else {
           Out::fetch_outputs(p, tile_of(0), slabs, acc);
         }
@@ -156,6 +185,11 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
         for (int j = 0; j < TILE_N / 8; ++j) words.store(half, 8 * j, Out::word<OPERAND>(acc[0], j, half));
       }
     } else {
+      if (START_AHEAD == 2 && OUTPUTS == Outputs::QUADS) {
+        Walk after = walk;
+        after.step();
+        prefetch_start(after);
+      }
 #pragma unroll
       for (int block = 0; block < BLOCKS_M; ++block) {
         const OutputTile tile = tile_of(block);
@@ -163,8 +197,8 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
           Out::store_rounded<OPERAND>(p, map_out, tile, BatchIndex(tile.batch), Out::warp_slab(slabs), acc[block]);
         } else if constexpr (OUTPUTS == Outputs::SIXTEEN) {
           Out::finish_sixteen(p, map_out, tile, Out::warp_slab(slabs), acc[block]);
-        } else if constexpr (OUTPUTS == Outputs::PAIRS) {
-          Out::finish_pairs(p, tile, walk.own(), acc[block]);
+        } else if constexpr (OUTPUTS == Outputs::QUADS) {
+          Out::template finish_quads<OUT_HINT>(p, tile, walk.own(), acc[block]);
         } else if (Out::along_rows(p)) {
           Out::finish_rows(p, tile, acc[block]);
         } else {
@@ -183,7 +217,7 @@ DETKERN_INLINE void consume(const GemmParams& p, const TensorMap& map_out, const
 DETKERN_INLINE void prefetch_weights(const GemmParams& p) {
   constexpr bool ALONG_K = (SWAPPED ? LOAD_A : LOAD_B) == K_MAJOR;
   constexpr int EXTENT = SWAPPED ? TILE_M : TILE_N;
-  constexpr int ROWS = ALONG_K ? EXTENT : EXTENT / ATOM;  // lines at each k, the lowest k of all first
+  constexpr int ROWS = ALONG_K ? EXTENT : (EXTENT + ATOM - 1) / ATOM;  // lines at each k, the lowest k of all first
   const int count = static_cast<int>(p.prefetch_bytes) / (ROWS * ATOM_ROW_BYTES) * ROWS;
   const Walk walk(p);
   // Of rows the walk's own place would cost the main loop its uniform registers. This is it where columns are few.
@@ -206,10 +240,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes, and known to be
   const uint32_t blocks = static_cast<uint32_t>((p.k + TILE_K - 1) / TILE_K);
   if (warp >= CONSUMING_WARPS) {
+    using Source = MatrixSource<TileA, TileB, TILE_K, SHARES, SWAPPED ? 0 : CTAS == 1 ? 2 : 1, SHARES == SHARED_NONE>;
+    if (warp == CONSUMING_WARPS) Source::clear_for_few(p, ring, Walk(p));
     if (CtaRoles::begin_producing(warp, ring, CONSUMING_WARPS / TURNS, map_a, map_b)) {
-      using Source = MatrixSource<TileA, TileB, TILE_K, SHARES, SWAPPED ? 0 : CTAS == 1 ? 2 : 1>;
       const Walk walk(p);
-      produce<TILE_M <= 64, SHARES != SHARED_NONE>(ring, Position(), walk, Source(p, map_a, map_b, walk, blocks));
+      const TensorMap& map_rest = TileB::BOXES == 0 ? map_b : map_out;
+      produce<TILE_M <= 64, SHARES != SHARED_NONE>(ring, Position(), walk,
+                                                   Source(p, map_a, map_b, walk, blocks, &map_rest));
     }
   } else {
     CtaRoles::claim_registers();
@@ -218,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     unsigned char* slabs = shared + SLABS_AT;
     const bool mapped = !STRIDED_OUT || p.out_path == OUT_BOXES;
     if constexpr (F32_OUT) {
-      consume<Outputs::PAIRS>(p, map_out, ring, slabs, warp / 4, blocks);
+      consume<Outputs::QUADS>(p, map_out, ring, slabs, warp / 4, blocks);
     } else if (mapped && p.out_dtype == OPERAND && p.bias_dtype == NONE && p.batch_rank < 2) {
       consume<Outputs::ROUNDED>(p, map_out, ring, slabs, warp / 4, blocks);
     } else if (mapped) {

@@ -14,9 +14,10 @@ from .checks import contract_of
 from .operation import IGNORED
 from .problem import PARTS, UNIT, part_edges
 
-__all__ = ["BLOCK_BYTES", "gradients"]
+__all__ = ["BLOCK_BYTES", "ROWS_BYTES", "gradients"]
 
 BLOCK_BYTES = 160 << 20  # of a block of the logits' gradient
+ROWS_BYTES = 32 << 20  # of a part's product, where it is made by rows
 
 
 def gradients(
@@ -48,7 +49,7 @@ def gradients(
             over rows; None: new arrays, of the operand's type.
 
     Memory beside operands and results: a block of the logits' gradient, at most BLOCK_BYTES where 64 columns are no
-    more, and at most four float32 arrays of hidden's shape.
+    more, and three float32 arrays of hidden's shape and ROWS_BYTES; where a part is more than a block, four arrays.
     """
     (m, depth), vocabulary = tuple(hidden.shape), weight.shape[0]
     view = adapter_for(hidden, "hidden").view(hidden, "hidden")
@@ -61,10 +62,11 @@ def gradients(
     dbias = bias_out if bias_out is not None or not of_bias else _new(bias, (vocabulary,))
     step = max(BLOCK_BYTES // max(m * view.dtype.itemsize, 1) // UNIT * UNIT, UNIT)
     edges = part_edges(vocabulary)
-    sums: list[tuple[int, Any]] = []  # a binary counter: how many parts, and their sum
+    sums = _PartSums(settings)
     for part in range(PARTS):
+        blocks = range(edges[part], edges[part + 1], step)
         partial = None
-        for low in range(edges[part], edges[part + 1], step):
+        for low in blocks:
             columns = slice(low, min(low + step, edges[part + 1]))
             block = delta(
                 hidden, weight[columns], target, state, grads, None if bias is None else bias[columns],
@@ -77,31 +79,70 @@ def gradients(
                 )
             if of_bias:
                 api.bias_gradient(block, out=dbias[columns], accumulate=bias_out is not None, backend=backend)
-            if of_hidden and partial is None:
+            if of_hidden and len(blocks) == 1:
+                sums.add_product(block, weight[columns])
+            elif of_hidden and partial is None:
                 partial = api.gemm(block, weight[columns], out_dtype="float32", **settings)
             elif of_hidden:
                 api.gemm(block, weight[columns], out=partial, accumulate=True, **settings)
-        if of_hidden:
-            _count(sums, partial, backend)
+            del block  # before the next one is made
+        if of_hidden and len(blocks) != 1:
+            sums.add(partial)
+        partial = None
     dhidden = None
     if of_hidden:
-        total = sums[0][1]
+        total = sums.total
         dhidden = _new(hidden, (m, depth)) if total is None else _rounded(total, view.dtype, backend)
         if total is None:
             dhidden[...] = 0
     return dhidden, dweight if of_weight else None, dbias if of_bias else None
 
 
-def _count(sums: list[tuple[int, Any]], partial: Any, backend: str | None) -> None:
-    """One more part. A part of no columns, None, adds +0, which changes nothing."""
-    parts = 1
-    while sums and sums[-1][0] == parts:
-        _, left = sums.pop()
-        if left is not None and partial is not None:
-            _add(left, partial, backend)
-        partial = partial if left is None else left
-        parts *= 2
-    sums.append((parts, partial))
+class _PartSums:
+    """The sums of parts' products by a binary counter: float32 arrays of hidden's shape, each of how many parts; None
+    of a part of no columns, which adds +0 and changes nothing. settings: of products."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._waiting: list[tuple[int, Any]] = []
+
+    @property
+    def total(self) -> Any:
+        """Of all parts."""
+        return self._waiting[0][1]
+
+    def add(self, partial: Any) -> None:
+        """One more part, behind the others."""
+        parts, lefts = self._pop_lefts()
+        for left in lefts:
+            if left is not None and partial is not None:
+                _add(left, partial, self._settings["backend"])
+            partial = partial if left is None else left
+        self._waiting.append((parts, partial))
+
+    def add_product(self, block: Any, weight: Any) -> None:
+        """One more part, block @ weight, by rows where it is added to another at once: so it needs no memory of its own
+        but for ROWS_BYTES."""
+        parts, lefts = self._pop_lefts()
+        if not lefts:
+            self._waiting.append((1, api.gemm(block, weight, out_dtype="float32", **self._settings)))
+            return
+        step = max(ROWS_BYTES // (4 * max(weight.shape[1], 1)), 1)
+        for first in range(0, block.shape[0], step):
+            rows = slice(first, first + step)
+            right = api.gemm(block[rows], weight, out_dtype="float32", **self._settings)
+            for left in lefts:
+                _add(left[rows], right, self._settings["backend"])
+                right = left[rows]
+        self._waiting.append((parts, lefts[-1]))
+
+    def _pop_lefts(self) -> tuple[int, list[Any]]:
+        """What the next part is added to, one after the other, and of how many parts the sum is then."""
+        parts, lefts = 1, []
+        while self._waiting and self._waiting[-1][0] == parts:
+            lefts.append(self._waiting.pop()[1])
+            parts *= 2
+        return parts, lefts
 
 
 def _add(left: Any, right: Any, backend: str | None) -> None:

@@ -157,14 +157,9 @@ def _divided(x: Any, divisor: float) -> Any:
 
 
 def _root(x: Any) -> Any:
-    """The square root of a float32 tensor, rounded once. By way of float64, whose rounding loses nothing (53 >= 2 * 24 +
-    2): square roots of float32 depend on how PyTorch was compiled for a GPU."""
+    """The square root, rounded once: PyTorch's of binary32 had other bits on an H200 than on the CPU. A root of a
+    binary32 number lies further from the middle of two others than binary64 errs."""
     return x.double().sqrt().float()
-
-
-def _quotient(x: Any, y: Any) -> Any:
-    """x / y of float32 tensors, rounded once, as `_root`."""
-    return (x.double() / y.double()).float()
 
 
 def _column(x: Any) -> Any:
@@ -208,12 +203,12 @@ def _without_zeros(y: Any) -> tuple[Any, Any]:
 
 def _std_backward(row: _Row, dy: Any) -> Any:
     zero, y = _without_zeros(row.again(STD))
-    return _var_backward(row, torch.where(zero, 0.0, _quotient(dy, y + y)))
+    return _var_backward(row, torch.where(zero, 0.0, dy / (y + y)))
 
 
 def _std_forward(row: _Row, dx: Any) -> Any:
     zero, y = _without_zeros(row.again(STD))
-    return torch.where(zero, 0.0, _quotient(_var_forward(row, dx), y + y))
+    return torch.where(zero, 0.0, _var_forward(row, dx) / (y + y))
 
 
 def _norm(row: _Row) -> Any:
@@ -223,12 +218,12 @@ def _norm(row: _Row) -> Any:
 
 def _norm_backward(row: _Row, dy: Any) -> Any:
     zero, y = _without_zeros(row.again(NORM))
-    return _column(torch.where(zero, 0.0, _quotient(dy, y))) * row.x.float()
+    return _column(torch.where(zero, 0.0, dy / y)) * row.x.float()
 
 
 def _norm_forward(row: _Row, dx: Any) -> Any:
     zero, y = _without_zeros(row.again(NORM))
-    return torch.where(zero, 0.0, _quotient(row.sum(row.x.float() * dx), y))
+    return torch.where(zero, 0.0, row.sum(row.x.float() * dx) / y)
 
 
 # ---- as ops ----------------------------------------------------------------------------------------------------------

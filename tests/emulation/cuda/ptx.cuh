@@ -80,6 +80,7 @@ void named_barrier(int barrier) {
   const int64_t complete = (arrivals(barrier)++ / THREAD_COUNT + 1) * THREAD_COUNT;
   while (arrivals(barrier) < complete) emulation::Fibers::of_this_thread().barrier();
 }
+inline void wait_for_earlier_grid() {}
 inline int thread_index() { return emulation::thread(); }
 
 inline uint32_t __float_as_uint(float value) {
@@ -97,6 +98,7 @@ inline float __fmaf_rn(float a, float b, float c) { return canonical(std::fma(a,
 inline float __fadd_rn(float a, float b) { return canonical(a + b); }
 inline float __fmul_rn(float a, float b) { return canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return canonical(a / b); }
+inline float approximate_reciprocal(float a) { return 1.0f / a; }
 inline float __frcp_rn(float a) { return canonical(1.0f / a); }
 inline float __int2float_rn(int value) { return static_cast<float>(value); }
 inline int __float_as_int(float value) { return static_cast<int>(__float_as_uint(value)); }

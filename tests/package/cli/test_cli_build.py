@@ -13,7 +13,7 @@ from detkern import config
 from detkern.abi.build import Recipe, find_compiler
 from detkern.cli.main import main
 from detkern.cpu import compiled as cpu_compiled
-from detkern.cu import ahead, column_sum, device, linear_logp, loader, rows, scatter_sum
+from detkern.cu import ahead, column_sum, device, linear_logp_launch, linear_logp_wgmma, loader, rows, scatter_sum
 from detkern.cu.backend import offered
 from detkern.vocabulary.contracts import MMA8, MMA16
 
@@ -45,7 +45,8 @@ def test_all_that_a_capability_offers(compiled: list[tuple[list[loader.KernelBui
         + column_sum.builds()
         + rows.builds((9, 0))
         + scatter_sum.builds()
-        + linear_logp.builds()
+        + linear_logp_launch.builds()
+        + linear_logp_wgmma.builds()
     )
     assert MMA16 in offered((9, 0))
     assert MMA8 not in offered((9, 0))

@@ -190,7 +190,8 @@ def test_the_form_without_intrinsics(tmp_path: Path) -> None:
     stubs.write_text(
         f'#include "{folder}/job.h"\nnamespace detkern {{\nconst int MMA_ROWS = 0;\n'
         + "".join(f"void {name}(const Job&) {{}}\n" for name in others)
-        + "void run_column_sum(const SumJob&) {}\nvoid run_rows(const RowJob&) {}\n}\n"
+        + "void run_column_sum(const SumJob&) {}\nvoid run_rows(const RowJob&) {}\n"
+        + "void run_prefix_sums(const RowJob&) {}\n}\n"
     )
     sources = [folder / name for name in ("library.cpp", "linear_logp.cpp", "fma.cpp", "packing.cpp", "epilogue.cpp")]
     path = tmp_path / "portable.so"

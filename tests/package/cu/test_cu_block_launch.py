@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +103,29 @@ def test_launches_behind_one_another_share_a_block_and_scratch(launches: list[tu
         (70, (4, 1, 1, 160, 1, 1, 99)), (71, (5, 1, 1, 64, 1, 1, 0)), (72, (6, 1, 1, 32, 1, 1, 0))
     ]  # fmt: skip
     assert [block for *_, block in launches] == [b"headown" + (0x1122334455667788).to_bytes(8, "little")] * 3
+
+
+def test_scratch_is_held_until_all_is_enqueued(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator without a pool frees what nobody holds, and gives the same memory to others."""
+
+    class Memory:
+        pass
+
+    held: list[weakref.ref[Memory]] = []
+    alive = []
+
+    def allocate(size: int) -> TensorView:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        return TensorView(64, (size,), (1,), F32, DEVICE, array=memory)
+
+    monkeypatch.setattr(driver, "launchKernel", lambda *_: alive.append(held[0]() is not None))
+    plan = BlockPlan(_problem(7), 70, 4, 160, 99, b"own", ((71, 5, 64),), 48)
+    launch(_problem(7), lambda: plan, b"head", Execution(DEVICE, 9, allocate))
+    assert alive == [True, True]
+    assert held[0]() is None
 
 
 @pytest.mark.parametrize("capturing", [False, True])

@@ -45,7 +45,7 @@ def _problem(dc: TensorView, out_dtype: DType = F32, step: int = 1, accumulate: 
 
 
 def _fields() -> dict[str, tuple[int, str]]:
-    return cu_blocks.fields(column_sum, "ColumnSumParams")
+    return cu_blocks.fields(column_sum, "ColumnSumParams", "parts/column_sum_params.cuh")
 
 
 def test_every_field_is_where_the_kernel_says() -> None:
@@ -100,7 +100,7 @@ def test_load_paths(dc: TensorView, load: Load) -> None:
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_every_choice_is_compiled_ahead_and_covers_the_columns(dtype: DType) -> None:
     known = set(column_sum.builds())
-    assert len(known) == len(column_sum.builds()) == 12
+    assert len(known) == len(column_sum.builds()) == 15
     for n in (1, 31, 32, 33, 4096, 8448, 16896, 16897, 128256, 2**40):
         for strides in ((n, 1), (n + 8, 1), (1, 64), (2 * n, 2)):
             problem = _problem(_view((64, n), strides, dtype))
@@ -108,6 +108,11 @@ def test_every_choice_is_compiled_ahead_and_covers_the_columns(dtype: DType) -> 
             assert chosen.build in known
             assert chosen.grid == min(-(-n // chosen.tile.columns), 2**31 - 1)
             assert dict(chosen.build.macros)["LOAD"] == column_sum.load_path(problem)
+    for rows in (0, 1, 8):
+        chosen = column_sum.choose(_problem(_view((rows, 5000), None, dtype)), 132)
+        assert (chosen.build.source, chosen.grid) == ("column_sum_few.cu", 5)
+        assert chosen.build in known
+    assert column_sum.choose(_problem(_view((3, 3, 50), None, dtype)), 132).build.source == "column_sum.cu"
     narrow, wide = (column_sum.choose(_problem(_view((64, n), None, dtype)), 132) for n in (4096, 128256))
     assert (narrow.tile.columns, narrow.grid) == (32, 128)
     assert wide.tile.columns == 64

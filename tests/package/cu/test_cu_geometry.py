@@ -194,7 +194,7 @@ def test_ctas_share_rows_where_there_is_a_tile_of_them() -> None:
 
 
 def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
-    """Pairs of binary32 go to kernels of their own, and what has no tensor map to those for strided outputs."""
+    """Rows of binary32 by 16 bytes go to kernels of their own, what has no tensor map to those for strided outputs."""
     tiles = [tile for tile in tma_tiles() if tile.table == "mma_wgmma"]
     assert {(tile.swapped, tile.f32_out, bool(tile["STRIDED_OUT"])) for tile in tiles} == {
         (False, False, False), (False, False, True), (False, True, False), (True, False, False)
@@ -205,18 +205,18 @@ def test_a_tile_takes_the_outputs_that_its_kernel_writes() -> None:
         ((view((512, 512), (512, 1), BF16, 256), None), "mapped"),
         ((view((512, 512), (512, 1), F16, 256), bias), "mapped"),
         ((view((512, 512), (513, 1), BF16, 256), None), "any"),
-        ((view((512, 512), (512, 1), F32, 256), None), "pairs"),
-        ((view((512, 512), (514, 1), F32, 264), None), "pairs"),
+        ((view((512, 512), (512, 1), F32, 256), None), "quads"),
+        ((view((512, 512), (516, 1), F32, 272), None), "quads"),
+        ((view((512, 512), (514, 1), F32, 256), None), "any"),  # the line is not of 16 bytes
         ((view((512, 512), (512, 1), F32, 256), bias), "any"),
-        ((view((512, 512), (513, 1), F32, 256), None), "any"),  # the line
-        ((view((512, 512), (512, 1), F32, 260), None), "any"),  # the address
+        ((view((512, 512), (512, 1), F32, 264), None), "any"),  # nor the address
         ((view((512, 512), (1, 512), F32, 256), None), "any"),
     ]  # fmt: skip
     for (out, added), kind in outs:
         problem = gemm_problem(MMA16, operand, operand, out, added, False)
         loads = load_paths(problem)
         for tile in tiles:
-            writes = tile.f32_out if kind == "pairs" else not tile.f32_out and (kind == "mapped" or tile["STRIDED_OUT"])
+            writes = tile.f32_out if kind == "quads" else not tile.f32_out and (kind == "mapped" or tile["STRIDED_OUT"])
             assert takes(problem, tile, loads) == (bool(writes) and loads in tile.loads), (str(tile), kind)
 
 
@@ -254,11 +254,15 @@ def test_tiles_take_the_load_paths_of_their_table_alone() -> None:
 
 def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
     """A box of a has no more rows than m (K_MAJOR). Where lines are of whole boxes, one copy takes a stage's; CTAs that
-    share an operand copy half of its boxes each, or of a single one half of the rows."""
+    share an operand copy half of its boxes each, or of a single one half of the rows. Boxes of mma_wgmma.cu that are
+    not shared have no more k than there are, in steps of 16, nor more of a line, in 16 bytes."""
     for contract in (MMA16, TREE_MMA16):
         for tile in tma_tiles(contract):
+            narrows = tile.table == "mma_wgmma" and not tile.shares
             for loads, m, (n, k) in itertools.product(
-                sorted(tile.loads), (1, 7, 9, 16, 24, 33, 64, 100, 128, 300), ((104, 72), (128, 192))
+                sorted(tile.loads),
+                (1, 7, 9, 16, 24, 33, 64, 100, 128, 300),
+                ((104, 72), (128, 192), (104, 24), (40, 64)),
             ):
                 problem = laid_out(contract, m, n, k, loads)
                 if not takes(problem, tile, loads):
@@ -271,12 +275,19 @@ def test_boxes_are_those_that_the_kernel_counts_the_bytes_of() -> None:
                 for operand, (shape, load, (size, there)) in enumerate(lines):
                     along = load == Load.K_MAJOR
                     boxes, rows = (tile["TILE_K"], size) if along else (size, tile["TILE_K"])
+                    cut = boxes % 64 != 0
                     boxes //= 64
                     few = operand == 0 and along and there < rows and not (tile.fills and k % 64 == 0)
                     if tile.shares == operand + 1:
                         boxes, rows = (boxes // 2, rows) if boxes > 1 else (1, rows // 2)
-                    whole = (k if along else there) % 64 == 0 and not few
+                    if narrows and not along:
+                        rows = min(rows, -(-k // 16) * 16) if k < 64 else rows
+                        cut = cut or k < 64
+                    whole = (k if along else there) % 64 == 0 and not few and not cut
                     assert (shape.rows, shape.boxes) == (there if few else rows, boxes if whole else None)
+                    unit = 16 if along else 8
+                    width = -(-(k if along else there) // unit) * unit
+                    assert shape.width == (min(width, 64, 64 if along else size) if narrows else 64)
                     assert shape.rows <= 256
                 assert (maps.out is not None) == (tile.table == "mma_wgmma")
                 if maps.out is not None:

@@ -67,7 +67,7 @@ def test_every_build_and_layout(dtype: DType, mode: str) -> None:
             placed = Placed(dc, mode)
             fastest = column_sum.load_path(column_sum_problem(placed.view, _out(shape[1], F32, None).view, False))
             for load in {fastest, Load.STRIDED}:
-                for tile in column_sum.tiles_for(load, dtype):
+                for tile in (*column_sum.tiles_for(load, dtype), column_sum.FEW):
                     initial = operands.generate(kind, F32, shape[1:], number + 50) if number % 2 else None
                     out_dtype = F32 if initial is not None else DTYPES[number % 3]
                     out = _out(shape[1], out_dtype, initial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,7 @@ class Driver:
         self.launches: list[dict[str, Any]] = []
         self.capturing = False
         self.failure: Exception | None = None
+        self.held: list[weakref.ref[Any]] = []
 
     def getDevice(self) -> int:
         return self.device
@@ -127,6 +129,7 @@ class Driver:
 
     def launchKernel(self, function: int, *arguments: int) -> None:
         assert self.context
+        assert not self.held or self.held[-1]() is not None, "scratch memory was given back"
         if self.failure is not None:
             raise self.failure
         grid, block, shared, stream, parameters, extra = (
@@ -263,7 +266,9 @@ def test_scratch_is_the_callers_and_outlives_a_capture_of_cupys(
 
     def allocate(size: int) -> TensorView:
         sizes.append(size)
-        return TensorView(0xABC00, (size,), (1,), E4M3, DEVICE, array=Memory.__new__(Memory, (0,), memptr=_NULL))
+        memory = Memory.__new__(Memory, (0,), memptr=_NULL)
+        driver.held.append(weakref.ref(memory))
+        return TensorView(0xABC00, (size,), (1,), E4M3, DEVICE, array=memory)
 
     a, b = _view((64, 65536), (65536, 1), BF16, 0x1000), _view((65536, 64), (64, 1), BF16, 0x2000)
     out = _view((64, 64), (64, 1), BF16, 0x3000)

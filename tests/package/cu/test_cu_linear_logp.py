@@ -4,6 +4,7 @@ indices, how blocks divide the vocabulary and the rows, barriers and shuffles. P
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detkern.cu import linear_logp, loader
+from detkern.cu import linear_logp, linear_logp_launch, linear_logp_wgmma, loader
 from detkern.dispatch.backend import Execution
 from detkern.operations.gemm.operation import GEMM
 from detkern.operations.linear_logp.operation import DELTA, FOLD, MERGE
@@ -24,10 +25,11 @@ from detkern.operations.linear_logp.problem import (
     merge_problem,
     part_edges,
 )
-from detkern.operations.linear_logp.replay import delta, fold, results
+from detkern.operations.linear_logp.replay import delta, fold, part_state, results, tree
 from detkern.operations.operation import replayed
 from detkern.tensors import Device, TensorView
 from detkern.vocabulary import operands
+from detkern.vocabulary.arithmetic.binary32 import canonical
 from detkern.vocabulary.contracts import FMA, MMA16
 from detkern.vocabulary.dtypes import BF16, F16, F32, I64, DType, from_numpy
 
@@ -51,8 +53,8 @@ class Products:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
-    """One of each phase: the kernel's own files, with the host's PTX for that of ptx/."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], ctypes.CDLL]:
+    """By phase, and of merges behind tiles units and rows: the kernel's own files, with the host's PTX."""
     folder = tmp_path_factory.mktemp("linear_logp")
     shutil.copytree(loader.FOLDER, folder, dirs_exist_ok=True)
     for source in (EMULATION / "cuda" / "ptx.cuh", EMULATION / "cuda" / "blocks.cpp", EMULATION / "fibers.h"):
@@ -61,8 +63,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
         lines = header.read_text().splitlines(True) if header.name == "types.cuh" else []
         kept = [line for line in lines if not line.startswith(("typedef", "#define DETKERN_INLINE"))]
         header.write_text("".join(["#include <cstdint>\n", *kept, '#include "ptx.cuh"\n']))
-    found = []
-    for build in linear_logp.builds():
+    found = {}
+    merges = [linear_logp_launch.merge_build(units, rows) for units in (2, 3, 4) for rows in (1, 8)]
+    for build in linear_logp_launch.builds() + merges:
         library = folder / f"{build.entry}.so"
         command = [
             "g++", "-std=c++17", "-O1", "-mfma", "-shared", "-fPIC", "-ffp-contract=off", "-fpermissive", "-w",
@@ -72,22 +75,24 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
-        found.append(ctypes.CDLL(str(library)))
+        macros = dict(build.macros)
+        found[macros["PHASE"], macros.get("TILE_UNITS", 0), macros.get("MERGE_ROWS", 0)] = ctypes.CDLL(str(library))
     return found
 
 
 @pytest.fixture
-def execution(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Execution:
+def execution(libraries: dict[tuple[int, ...], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> Execution:
     """Where launches run on the host; scratch memory holds NaN."""
 
     def launch(phase: int, device: Device, grid: tuple[int, int], params: bytes, stream: int) -> None:
-        libraries[phase].emulation_launch(params, *grid)
+        libraries[phase, 0, 0].emulation_launch(params, *grid)
 
     def allocate(size: int) -> TensorView:
         memory = np.full(size, 0xFF, np.uint8)
         return TensorView(memory.ctypes.data, (size,), (1,), F32, DEVICE, array=memory)
 
-    monkeypatch.setattr(linear_logp, "_launch", launch)
+    monkeypatch.setattr(linear_logp, "launch_phase", launch)
+    monkeypatch.setattr(linear_logp_wgmma, "takes", lambda problem: False)
     monkeypatch.setattr("detkern.cu.current.on_device", lambda problem, function, *arguments: function(*arguments))
     return Execution(DEVICE, 0, allocate)
 
@@ -213,7 +218,52 @@ def test_shards_make_the_whole(execution: Execution) -> None:
             )
 
 
-def test_scratch_memory_stays_within_its_bound() -> None:
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("units", [2, 3, 4])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_states_of_tiles_are_merged(
+    units: int, rows: int, entropy: bool, libraries: dict[tuple[int, ...], ctypes.CDLL]
+) -> None:
+    """What Hopper's tiles leave of 2, 3 and 4 units: one state, of three that of a pair and that of the other unit."""
+    m, lines, nodes_of_tile = 11, 3 if entropy else 2, 2 if units == 3 else 1
+    for vocabulary in (5, 520, 4100, 12_300, 22_000):
+        y = operands.generate("normal", F32, (m, vocabulary), vocabulary)
+        y[3] = np.float32(np.nan)
+        edges = part_edges(vocabulary)
+        length = PARTS * -(-vocabulary // 64)
+        part_nodes = nodes_of_tile * -(-length // (64 * units))
+        nodes = np.full((PARTS * part_nodes, lines, m), np.nan, np.float32)
+        parts = []
+        for part, (low, high) in enumerate(itertools.pairwise(edges)):
+            parts.append(part_state(y[:, low:high], entropy))
+            for place, first in enumerate(range(low, high, 64 * units)):
+                odd = units == 3 and place % 2
+                cuts = [0, 64 * units] if units != 3 else [0, 64, 192] if odd else [0, 128, 192]
+                for node, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                    if first + begin < high:
+                        state = part_state(y[:, first + begin : min(first + end, high)], entropy)
+                        nodes[part * part_nodes + nodes_of_tile * place + node] = state[:lines]
+        out = np.full((4, m), np.nan, np.float32)
+        given = [np.zeros((m, 1), F32.numpy), np.zeros((vocabulary, 1), F32.numpy), np.zeros((m, 1), I64.numpy)]
+        views = [view(x) for x in given]
+        problem = fold_problem(
+            FMA, *views, None, view(out), vocabulary=vocabulary, start=0, first=0, count=PARTS, scaling=Scaling(),
+            entropy=entropy,
+        )  # fmt: skip
+        params = linear_logp_launch.packed(
+            problem, views[2], (0, m), nodes=nodes.ctypes.data, state=(out.ctypes.data, problem.out),
+            columns=vocabulary, part_nodes=part_nodes,
+        )  # fmt: skip
+        libraries[linear_logp_launch.MERGES, units, rows].emulation_launch(params, -(-m // rows), 1)
+        expected = np.stack(tree(parts))
+        if not entropy:
+            expected[2] = 0
+        assert same(out[:3], canonical(expected + np.float32(0))), vocabulary
+
+
+def test_scratch_memory_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_logp_wgmma, "takes", lambda problem: False)
     for m, vocabulary in (
         (1, 128_256),
         (64, 151_936),

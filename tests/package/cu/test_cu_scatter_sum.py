@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class _Driver:
         sums = cu_blocks.fields(scatter_sum, "ScatterParams")
         self.launches: list[tuple[str, int, dict[str, int]]] = []
         self.scratch: list[int] = []
+        self.memory: list[weakref.ref[Any]] = []
         names: list[str] = []
 
         def load(device: int, capability: Any, build: Any, stream: int) -> Any:
@@ -72,6 +74,7 @@ class _Driver:
             return Function
 
         def launch(function: int, *geometry: Any) -> None:
+            assert all(memory() is not None for memory in self.memory), "scratch memory was given back"
             grid, _, _, threads, _, _, shared, stream, parameters, _ = geometry
             name = names[function - 1]
             fields = sort if name.startswith("scatter_sort") else sums
@@ -96,8 +99,10 @@ class _Driver:
 
     def run(self, problem: ScatterSumProblem) -> list[tuple[str, int, dict[str, int]]]:
         def allocate(size: int) -> TensorView:
+            memory = type("Memory", (), {})()
             self.scratch.append(size)
-            return _view((size,), E4M3, 1 << 20)
+            self.memory.append(weakref.ref(memory))
+            return TensorView(1 << 20, (size,), (1,), E4M3, DEVICE, array=memory)
 
         execution = Execution(DEVICE, 9, allocate)
         operands = _view((problem.m, problem.n), BF16, 1 << 40), _view((problem.m,), I64, 2 << 40)

@@ -370,9 +370,9 @@ def test_blocks_of_the_gradient_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     state = detkern.linear_logp_partial(hidden, weight, target, bias)
     grads = generate("normal", F32, (2, 5), 1)
     whole = gradients(hidden, weight, target, bias, state, grads)
-    monkeypatch.setattr(backend := backward, "BLOCK_BYTES", 1)
-    assert backend.BLOCK_BYTES == 1
-    assert all(map(same, gradients(hidden, weight, target, bias, state, grads), whole))
+    for name in ("ROWS_BYTES", "BLOCK_BYTES"):  # parts by rows; then parts of several blocks
+        monkeypatch.setattr(backward, name, 1)
+        assert all(map(same, gradients(hidden, weight, target, bias, state, grads), whole)), name
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -153,8 +153,8 @@ class TileCopy<STRIDED, EXTENT_MN, EXTENT_K, THREAD_COUNT> {
     return origin_ + k0 + first_line() * mn_stride_ + chunk() * CHUNK;
   }
 
-  // The bits by which its chunks begin inside of a word, the same for all of them: from one to the next is an even number
-  // of elements.
+  // The bits by which its chunks begin inside of a word, the same for all of them: from one to the next is an even
+  // number of elements.
   DETKERN_INLINE uint32_t shift() const { return reinterpret_cast<uint64_t>(source(0)) % 4 * 8; }
 
   // Loads a group of chunks, each as five words of which four are made later; zeros where there is nothing.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "parts/exponential.cuh"
+#include "ptx/numbers.cuh"
 
 constexpr float LOWEST_DISTANCE = -104.0f;  // of a logit from the largest: exp of it is +0
 constexpr int UNIT = 64;                    // columns
@@ -37,20 +38,35 @@ DETKERN_INLINE bool has_results(const State& state, float& log_s) {
   return valid;
 }
 
+// left / right, rounded, where right is from 1 to 2 and left 0, NaN or from 2^-24 to 1: __fdiv_rn without the branch
+// for numbers that would leave binary32's range on the way.
+DETKERN_INLINE float tame_quotient(float left, float right) {
+  float inverse = approximate_reciprocal(right);
+  inverse = __fmaf_rn(__fmaf_rn(-right, inverse, 1.0f), inverse, inverse);
+  float quotient = __fmul_rn(left, inverse);
+  quotient = __fmaf_rn(__fmaf_rn(-right, quotient, left), inverse, quotient);
+  return __fmaf_rn(__fmaf_rn(-right, quotient, left), inverse, quotient);
+}
+
 // What is done to a logit before it is folded: factors that are left out are not there at all.
 struct Scaling {
   float tau, cap, inverse;
   int32_t has_tau, has_cap;
 };
 
-// y of a logit z; `tangent` is what its gradient needs under a softcap.
-DETKERN_INLINE float scaled_logit(const Scaling& scaling, float z, float& tangent) {
+// y of a logit z; `tangent` is what its gradient needs under a softcap. scaled, capped: which of the two steps there
+// are.
+DETKERN_INLINE float scaled_logit(const Scaling& scaling, float z, float& tangent, bool scaled, bool capped) {
   tangent = 0.0f;
-  if (scaling.has_cap) {
+  if (capped) {
     const float u = __fmul_rn(z, scaling.inverse);
     const float q = exponential_down(__fmul_rn(-2.0f, fabsf(u)));
-    tangent = copysignf(__fdiv_rn(__fadd_rn(1.0f, -q), __fadd_rn(1.0f, q)), u);
+    tangent = copysignf(tame_quotient(__fadd_rn(1.0f, -q), __fadd_rn(1.0f, q)), u);
     z = __fmul_rn(scaling.cap, tangent);
   }
-  return scaling.has_tau ? __fmul_rn(z, scaling.tau) : z;
+  return scaled ? __fmul_rn(z, scaling.tau) : z;
+}
+
+DETKERN_INLINE float scaled_logit(const Scaling& scaling, float z, float& tangent) {
+  return scaled_logit(scaling, z, tangent, scaling.has_tau, scaling.has_cap);
 }

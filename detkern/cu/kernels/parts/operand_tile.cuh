@@ -21,15 +21,25 @@ struct TmaTile {
   static constexpr bool MN_ROWS = LOAD == MN_MAJOR;
   static constexpr int LINES = ROWS, STAGE_K = EXTENT_K, ELEMENT_BYTES = SIZE;
   static constexpr int ATOM = ATOM_ROW_BYTES / SIZE;  // elements of a row of an atom
-  static constexpr int BYTES = ROWS * EXTENT_K * SIZE;
   static constexpr int TRANSPOSED = MN_ROWS ? 1 : 0;
   static constexpr int BOXES = MN_ROWS ? ROWS / ATOM : EXTENT_K / ATOM;
-  static constexpr int BOX_BYTES = BYTES / BOXES;
+  static constexpr int REST = MN_ROWS ? ROWS % ATOM : 0;  // lines behind the boxes, which a narrower one brings
+  static constexpr int BOX_BYTES = (MN_ROWS ? EXTENT_K : ROWS) * ATOM_ROW_BYTES;
+  static constexpr int BYTES = (BOXES + (REST > 0)) * BOX_BYTES;
   static constexpr int BOX_ROWS = BOX_BYTES / ATOM_ROW_BYTES;
   static_assert(LOAD == K_MAJOR || LOAD == MN_MAJOR, "TMA copies contiguous rows");
   static_assert(SIZE == 2 || (SIZE == 1 && LOAD == K_MAJOR), "wgmma transposes 16-bit elements alone");
-  static_assert(EXTENT_K % ATOM == 0 && ROWS % (MN_ROWS ? ATOM : 8) == 0, "a tile must be whole atoms");
+  static_assert(MN_ROWS ? REST % 16 == 0 : EXTENT_K % ATOM == 0 && ROWS % 8 == 0,
+                "a tile must be whole atoms, but for its last lines along m or n");
   static_assert((MN_ROWS ? EXTENT_K : ROWS) <= 256, "a box of TMA has at most 256 rows");
+
+  // Starts the copy of the lines behind the boxes, by a map of boxes of REST.
+  static DETKERN_INLINE void copy_rest(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
+                                       uint32_t barrier) {
+    static_assert(REST > 0, "there are some");
+    copy_tensor_box<Copy::PLAIN>(tile + BOXES * BOX_BYTES, map, row + BOXES * ATOM, k, batch.inner, batch.outer,
+                                 barrier);
+  }
 
   // The words of a descriptor (9.7.15.5.1.2) but for its address. Low: the offset between blocks of 64 m or n (where
   // rows are along these); high: the offset between atoms, the swizzle of 128 bytes.
@@ -57,10 +67,10 @@ struct TmaTile {
   // Starts the copies of the tile at (row, k) of batch `batch`; `barrier` counts the bytes of the map's boxes. Zeros
   // stand for what is outside the operand. whole: the map gives all boxes at once (tensor_map.py) and has one batch
   // dimension, else they are copied one by one. TO_BOTH: CTA `rank` of the cluster copies half of the boxes, or of a
-  // single box half of the rows; the map's boxes are so large.
+  // single box half of the rows; the map's boxes are so large. few: one box has all that there is.
   template <Copy COPY>
   static DETKERN_INLINE void copy(uint32_t tile, const TensorMap& map, int row, int k, BatchIndex batch,
-                                  uint32_t barrier, bool whole, uint32_t rank = 0) {
+                                  uint32_t barrier, bool whole, uint32_t rank = 0, bool few = false) {
     constexpr int PARTS = COPY == Copy::TO_BOTH ? 2 : 1;
     constexpr int PART_BOXES = BOXES == 1 ? 1 : BOXES / PARTS, PART_ROWS = BOXES == 1 ? BOX_ROWS / PARTS : BOX_ROWS;
     static_assert((BOXES == 1 || BOXES % PARTS == 0) && PART_ROWS % 8 == 0, "parts of whole atoms");
@@ -74,6 +84,7 @@ struct TmaTile {
     }
 #pragma unroll
     for (int box = 0; box < PART_BOXES; ++box) {
+      if (box != 0 && few) break;
       copy_tensor_box<COPY>(tile + box * BOX_BYTES, map, x + box * ATOM, y, batch.inner, batch.outer,
                             barrier);
     }

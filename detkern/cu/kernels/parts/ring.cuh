@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
 
 // For tests of races: both roles may sleep at random, and a stage be emptied before it is read, which must show.
 enum class Sleep : int { NEVER = 0, AT_RANDOM = 1, EMPTIES_TOO_SOON = 2 };
@@ -13,6 +14,7 @@ enum class Sleep : int { NEVER = 0, AT_RANDOM = 1, EMPTIES_TOO_SOON = 2 };
 // for tests.
 template <class TileA, class TileB, int COUNT, int CTAS = 1, Sleep SLEEPS = Sleep::NEVER>
 struct Ring {
+  static constexpr int STAGE_COUNT = COUNT;
   static constexpr int STAGE_BYTES = TileA::BYTES + TileB::BYTES;
   static constexpr int BARRIER_BYTES = 16 * COUNT;
   static_assert(TileA::BYTES % 1024 == 0 && STAGE_BYTES % 1024 == 0, "atoms must start at multiples of their size");
@@ -65,6 +67,15 @@ struct Ring {
       }
       fence_barrier_init();
     }
+    __syncwarp();
+  }
+
+  // By one warp, before a barrier of the CTA: sets the first `count` stages to zero, as products will read them.
+  DETKERN_INLINE void clear(uint32_t count) const {
+    for (uint32_t at = threadIdx.x % 32 * 16; at < count * STAGE_BYTES; at += 32 * 16) {
+      store_shared(stages + at, make_uint4(0, 0, 0, 0));
+    }
+    fence_async_proxy();
     __syncwarp();
   }
 

@@ -22,7 +22,7 @@
 enum class Outputs {
   ROUNDED,  // of the operands' type, only rounded, with a tensor map and at most one batch dimension
   SIXTEEN,  // any other 16-bit ones with a map: a bias, the other type, or two batch dimensions
-  PAIRS,    // binary32 in rows, new or accumulated, without a bias
+  QUADS,    // binary32 in rows by 16 bytes, new or accumulated, without a bias
   ANY,      // any strides
 };
 
@@ -208,13 +208,15 @@ class TileOutputs {
   // Whether outputs without a map go to memory from registers: 16-bit ones along rows, which start anywhere.
   static DETKERN_INLINE bool along_rows(const GemmParams& p) { return p.out_col == 1 && p.out_dtype != F32; }
 
-  // Finishes and writes 64 rows of them. The four lanes of a row write 16 bytes of it, by words where these are aligned.
+  // Finishes and writes 64 rows of them. The four lanes of a row write 16 bytes of it, by words where these are
+  // aligned.
   static DETKERN_INLINE void finish_rows(const GemmParams& p, const OutputTile& tile, Accumulators& acc) {
     add_bias(p, tile, acc);
     const int thread = thread_index(), lane = thread % 32;
     const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
     const int end = clamp(p.n - column, COLUMNS);
-    uint16_t* line = static_cast<uint16_t*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
+    uint16_t* line =
+        static_cast<uint16_t*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool has_row = has_rows() && row + 8 * half < p.m, aligned = reinterpret_cast<uint64_t>(line) % 4 == 0;
@@ -235,46 +237,94 @@ class TileOutputs {
     }
   }
 
-  // Calls what(pair, at) for the pairs of 64 rows' binary32 outputs that are the tile's own: `pair` is the first of
-  // its two registers, `at` its place in memory. The four lanes of a row have one sector of it.
-  template <typename Acc, typename What>
-  static DETKERN_INLINE void for_each_pair(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
-                                           Acc& acc, const What& what) {
+  // Calls what(j, half, there, at) for the binary32 outputs of 64 rows by 16 bytes: of row g + 8 * half, at `at`, if
+  // they are there and the tile's own. Of fragments j and j + 1 an even lane has four columns of the first, the odd
+  // lane beside it four of the second, so that a row's four lanes have 64 bytes side by side: by 8 bytes a lane, a
+  // sector a row, memory was written at two thirds of the rate.
+  template <typename What>
+  static DETKERN_INLINE void for_each_quad(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
+                                           const What& what) {
     const int thread = thread_index(), lane = thread % 32;
-    const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
+    const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4;
+    const int64_t column = tile.column + lane % 4 / 2 * 4 + lane % 2 * 8;
     // Of this lane's columns, from its first on.
     const int begin = static_cast<int>(own.column - column), end = static_cast<int>(p.n - column);
     float* line = static_cast<float*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool has_row = has_rows() && row + 8 * half >= own.row && row + 8 * half < p.m;
-      if (has_row) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j += 2) {
+        const bool there = has_row && 8 * j >= begin && 8 * j < end && (j + 1 < COLUMNS / 8 || lane % 2 == 0);
+        what(j, half, there, reinterpret_cast<float4*>(line + 8 * j));
+      }
+      line += 8 * p.out_row;
+    }
+  }
+
+  // From the lanes of an accumulator, which have two columns of both fragments, to those of for_each_quad.
+  static DETKERN_INLINE float4 exchanged(float4 quad) {
+    const bool odd = thread_index() % 2;
+    const float x = __shfl_xor_sync(~0u, odd ? quad.x : quad.z, 1);
+    const float y = __shfl_xor_sync(~0u, odd ? quad.y : quad.w, 1);
+    return odd ? make_float4(x, y, quad.z, quad.w) : make_float4(quad.x, quad.y, x, y);
+  }
+
+  // The outputs of fragment j and the next in row g + 8 * half, where there is a next one.
+  static DETKERN_INLINE float4 quad_of(const Accumulators& acc, int j, int half) {
+    const bool two = j + 1 < COLUMNS / 8;
+    return make_float4(acc[j][2 * half], acc[j][2 * half + 1], two ? acc[two ? j + 1 : j][2 * half] : 0.0f,
+                       two ? acc[two ? j + 1 : j][2 * half + 1] : 0.0f);
+  }
+
+  // Fetches the own ones of 64 rows of outputs that a product starts from: by 8 bytes, straight into the accumulators,
+  // whose registers four columns of a row are not beside one another in.
+  static DETKERN_INLINE void fetch_quads(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
+                                         Accumulators& acc) {
+    const int thread = thread_index(), lane = thread % 32;
+    const int64_t row = tile.row + thread % 128 / 32 * 16 + lane / 4, column = tile.column + lane % 4 * 2;
+    const int begin = static_cast<int>(own.column - column), end = static_cast<int>(p.n - column);
+    const float* line =
+        static_cast<const float*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (has_rows() && row + 8 * half >= own.row && row + 8 * half < p.m) {
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; ++j) {
           if (8 * j < begin || 8 * j >= end) continue;
-          what(acc[j] + 2 * half, reinterpret_cast<float2*>(line + 8 * j));
+          const float2 start = load_global_line(reinterpret_cast<const float2*>(line + 8 * j));
+          acc[j][2 * half] = start.x, acc[j][2 * half + 1] = start.y;
         }
       }
       line += 8 * p.out_row;
     }
   }
 
-  // Fetches the own ones of 64 rows of outputs that a product starts from.
-  static DETKERN_INLINE void fetch_pairs(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
-                                         Accumulators& acc) {
-    for_each_pair(p, tile, own, acc, [](float* pair, const float2* at) {
-      const float2 start = *at;
-      pair[0] = start.x;
-      pair[1] = start.y;
+  // Finishes and writes 64 rows of binary32 outputs, those from `own` on: an accumulated one must be written once.
+  template <int HINT>
+  static DETKERN_INLINE void finish_quads(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
+                                          const Accumulators& acc) {
+    for_each_quad(p, tile, own, [&](int j, int half, bool there, float4* at) {
+      float4 quad = exchanged(quad_of(acc, j, half));
+      quad.x = __fadd_rn(quad.x, 0.0f), quad.y = __fadd_rn(quad.y, 0.0f);
+      quad.z = __fadd_rn(quad.z, 0.0f), quad.w = __fadd_rn(quad.w, 0.0f);
+      if (HINT == 0) {
+        if (there) *at = quad;
+      } else {
+        if (there) store_streaming(at, quad);
+      }
     });
   }
 
-  // Finishes and writes 64 rows of binary32 outputs, those from `own` on: an accumulated one must be written once.
-  static DETKERN_INLINE void finish_pairs(const GemmParams& p, const OutputTile& tile, const OutputTile& own,
-                                          const Accumulators& acc) {
-    for_each_pair(p, tile, own, acc, [](const float* pair, float2* at) {
-      *at = make_float2(__fadd_rn(pair[0], 0.0f), __fadd_rn(pair[1], 0.0f));
-    });
+  // Asks the L2 cache for 64 rows of outputs that a product will start from.
+  static DETKERN_INLINE void prefetch_quads(const GemmParams& p, const OutputTile& tile) {
+    const int64_t row = tile.row + thread_index() % 128 / 2;
+    if (!has_rows() || row >= p.m) return;
+    const float* line = static_cast<const float*>(p.out) + batch_start(p, BatchIndex(p, tile.batch)) + row * p.out_row;
+#pragma unroll
+    for (int column = thread_index() % 2 * 32; column < COLUMNS; column += 64) {
+      if (tile.column + column < p.n) prefetch_l2(line + tile.column + column);
+    }
   }
 
   // Finishes and writes 64 rows of any outputs, those from `own` on: an accumulated one must be written once.

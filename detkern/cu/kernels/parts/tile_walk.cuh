@@ -12,7 +12,8 @@ enum Shared : int { SHARED_NONE = 0, SHARED_A = 1, SHARED_B = 2 };
 // walk over pairs of tiles, and one of a pair may be outside the output. m, n and the number of tiles are below 2^31
 // where operands come by TMA, so the divisions are of 32 bits: a grid of short chains waits for them.
 // ROW_UNIT, COLUMN_UNIT: of which rows and columns that tiles start at are multiples: 8 where TMA copies along them or
-// outputs are stored by 16 bytes. FEW_COLUMNS: of tiles, up to which a band is one row of tiles.
+// outputs are stored by 16 bytes. FEW_COLUMNS: of tiles, up to which a band is one row of tiles, or two where columns
+// are odd: CTAs one behind the other run on a pair of multiprocessors, and read the same rows or the same columns.
 template <int TILE_ROWS, int TILE_COLUMNS, int TILE_BAND, int SHARED_OPERAND, int ROW_UNIT, int COLUMN_UNIT = 8,
           uint32_t FEW_COLUMNS = 0>
 class TileWalk {
@@ -45,7 +46,7 @@ class TileWalk {
     const uint32_t in_one = rows() * columns();
     const uint32_t batch = p_.batch_rank == 0 ? 0 : tile_ / in_one;
     const uint32_t in_batch = tile_ - batch * in_one;
-    const uint32_t highest = FEW_COLUMNS != 0 && columns() <= FEW_COLUMNS ? 1 : BAND_ROWS;
+    const uint32_t highest = FEW_COLUMNS != 0 && columns() <= FEW_COLUMNS ? 1 + columns() % 2 : BAND_ROWS;
     const uint32_t band = rows() <= highest ? 0 : in_batch / (highest * columns());
     const uint32_t in_band = in_batch - band * (highest * columns());
     const uint32_t height = min(highest, rows() - band * highest);

@@ -70,6 +70,14 @@ DETKERN_INLINE float load_global_if(bool wanted, const float* source) {
   return value;
 }
 
+// 8 aligned bytes that an earlier grid may just have written. The L2 cache is asked for their whole line of 128
+// (9.7.9.8), of which the others come next.
+DETKERN_INLINE float2 load_global_line(const float2* source) {
+  float2 value;
+  asm volatile("ld.global.L2::128B.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(source) : "memory");
+  return value;
+}
+
 // Stores 16 bytes to global memory where `there` says so. Left to itself a compiler takes some of them apart.
 DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
   asm volatile(
@@ -77,6 +85,13 @@ DETKERN_INLINE void store_global_if(bool there, void* target, uint4 value) {
           static_cast<int>(there)),
       "l"(__cvta_generic_to_global(target)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
       : "memory");
+}
+
+// Stores 16 bytes that nobody will read soon.
+DETKERN_INLINE void store_streaming(float4* target, float4 value) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
 }
 
 // Asks the L2 cache for the 128 bytes around an address (9.7.9.15).

@@ -50,6 +50,13 @@ DETKERN_INLINE uint16_t round_one(float value) {
   return static_cast<uint16_t>(round_pair<DTYPE>(value, 0.0f));
 }
 
+// 1 / x of a normal number to one unit in the last place (9.7.3.12), from which a rounded one can be made.
+DETKERN_INLINE float approximate_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Two 16-bit sums, each as if added in binary32 and rounded: 24 >= 2p + 2 makes the double rounding innocuous (p = 11,
 // 8; Figueroa 1995), and sums too small for normal numbers are exact. bf16 has an add of its own from sm_90 on only, so
 // its sum is left * 1 + right, which rounds once as well; a NaN becomes 0x7fff.

@@ -31,6 +31,14 @@ DETKERN_INLINE int64_t afresh(int64_t value) {
   return value;
 }
 
+// target = value where `wanted`. One of many values chosen so stays in a register: of a choice in C++ a compiler makes
+// an address, and of what is chosen from an array in memory.
+DETKERN_INLINE void set_if(bool wanted, float& target, float value) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mov.b32 %0, %2;}"
+               : "+f"(target)
+               : "r"(static_cast<int>(wanted)), "f"(value));
+}
+
 // Keeps a compiler from moving accesses to accumulators across the place where it stands.
 template <int COUNT>
 DETKERN_INLINE void hold(float (&acc)[COUNT]) {

@@ -116,7 +116,7 @@ def test_square_roots_and_quotients_round_once() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(2, 300, generator=generator).exp2() * torch.tensor([2.0**-120, 3e7])[:, None]
     assert reductions._root(x).tolist() == [_root(value) for value in x.tolist()]
-    assert reductions._quotient(x, y).tolist() == [quotient(*pair) for pair in zip(x.tolist(), y.tolist(), strict=True)]
+    assert (x / y).tolist() == [quotient(*pair) for pair in zip(x.tolist(), y.tolist(), strict=True)]
 
 
 # ---- beside PyTorch -------------------------------------------------------------------------------------------------
