@@ -125,6 +125,7 @@ def _cases() -> Iterator[Case]:
     alone) going round, the gathering path of each kernel, and every load path of one tile of each tensor-core kernel.
     On the others each contract's tile for any strides, or the largest that fits of the tensor-core ones in turn."""
     number = 0
+    gathered: set[tuple[Contract, str]] = set()
 
     def turn(tile: Tile) -> tuple[Load, Load]:
         vector = sorted(loads for loads in tile.loads if Load.STRIDED not in loads)
@@ -135,7 +136,8 @@ def _cases() -> Iterator[Case]:
             for operand in (F32, (F16, BF16)[number % 2]) if contract == FMA else ((F16, BF16)[number % 2],):
                 number += 1
                 yield Case("sm_90a", contract, operand, tile, turn(tile))
-            if (Load.STRIDED, Load.STRIDED) in tile.loads:
+            if (Load.STRIDED, Load.STRIDED) in tile.loads and (contract, tile.table) not in gathered:
+                gathered.add((contract, tile.table))
                 yield Case("sm_90a", contract, operand, tile, (Load.STRIDED, Load.STRIDED))
     for contract in OF_WGMMA:
         for tile in on_every_path(tiles_for(contract, BF16)):
