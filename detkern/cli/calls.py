@@ -3,6 +3,7 @@ backend and device, called through its public function as its record says."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,12 @@ _CALLS = tuple(operation for operation in OPERATIONS if not set(operation.varian
 def names() -> tuple[str, ...]:
     """What `--operation` takes."""
     return tuple(variant for operation in _CALLS for variant in operation.variants)
+
+
+@functools.lru_cache(64)  # of all kinds of operands, for each property that is looked at
+def _largest(operation: Operation[Any], variant: str, dtype: DType, kind: str, seed: int) -> Sample:
+    fitting = [s for s in operation.samples(variant, dtype, kind, seed) if s.initial is None and s.dtype == F32]
+    return max(fitting, key=lambda sample: sum(x.size for x in sample.operands if x is not None))
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,7 @@ class CallSubject:
 
     def main(self, kind: str, seed: int) -> Sample:
         """The largest sample, its result in float32."""
-        fitting = [s for s in self.samples(kind, seed) if s.initial is None and s.dtype == F32]
-        return max(fitting, key=lambda sample: sum(x.size for x in sample.operands if x is not None))
+        return _largest(self.operation, self.name, self.dtype, kind, seed)
 
     def place(self, array: Array) -> Any:
         """`array` on the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -193,16 +193,24 @@ def _fold_sample(
 
 
 def _delta_sample(
-    variant: str, kind: str, dtype: DType, sizes: tuple[int, int, int, int], seed: int, bias: DType | None, out: DType
-) -> Sample:
+    variant: str,
+    kind: str,
+    dtype: DType,
+    sizes: tuple[int, int, int, int],
+    seed: int,
+    bias: DType | None,
+    results: Iterable[DType],
+) -> Iterator[Sample]:
+    """One of each type of the result, of the same operands."""
     hidden, weight, target, column = _operands(kind, dtype, sizes, seed, bias)
     state = fold(_contract(variant), hidden, weight, target, column, vocabulary=sizes[1])[:STATE]
     lines = sizes[3] + 1 + seed % 2
     grads = generator.generate("normal", F32, (lines, sizes[0]), 4 * seed + 3)
-    return Sample(
-        variant, (hidden, weight, target, state, grads, column), sizes[:2], out,
-        about=f"{_about(kind, sizes, bias)} > {out.short}",
-    )  # fmt: skip
+    for out in results:
+        yield Sample(
+            variant, (hidden, weight, target, state, grads, column), sizes[:2], out,
+            about=f"{_about(kind, sizes, bias)} > {out.short}",
+        )  # fmt: skip
 
 
 _BIASES = (None, F32, BF16, F16)
@@ -223,13 +231,13 @@ def _fold_samples(variant: str, dtype: DType, kind: str, seed: int) -> Iterator[
 def _delta_cases(variant: str, dtype: DType) -> Iterator[Sample]:
     for number, kind in enumerate(generator.KINDS):
         for turn, sizes in enumerate(_CASES):
-            yield _delta_sample(variant, kind, dtype, sizes, number + turn, _BIASES[(number + turn) % 4], dtype)
+            yield from _delta_sample(variant, kind, dtype, sizes, number + turn, _BIASES[(number + turn) % 4], [dtype])
 
 
 def _delta_samples(variant: str, dtype: DType, kind: str, seed: int) -> Iterator[Sample]:
     for number, sizes in enumerate(_SHAPES):
-        for out in dict.fromkeys((dtype, F32)):
-            yield _delta_sample(variant, kind, dtype, sizes, seed + number, _BIASES[(number + seed) % 4], out)
+        bias = _BIASES[(number + seed) % 4]
+        yield from _delta_sample(variant, kind, dtype, sizes, seed + number, bias, dict.fromkeys((dtype, F32)))
 
 
 _VOCABULARY = 1 << 20  # of the samples of merges, whose states are of any
