@@ -77,6 +77,17 @@ def test_frameworks_may_be_absent() -> None:
     assert second.startswith("a is not an array but list")
 
 
+def test_backends_load_without_their_frameworks() -> None:
+    """What they implement is asked on other machines too: by the mode, which without CuPy works on the CPU."""
+    code = f"""
+import sys
+for name in {FRAMEWORKS!r}: sys.modules[name] = None
+from detkern.dispatch import registry
+print([row.name for row in registry.TABLE if not registry.load(row.name).implementations])
+"""
+    assert run(code).strip() == "[]"
+
+
 def test_the_public_names() -> None:
     assert sorted(detkern.__all__) == [
         "ArgumentError", "BackendUnavailable", "BuildError", "ContractUnsupported", "DTypeError", "DetkernError",

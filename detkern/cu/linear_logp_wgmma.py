@@ -19,7 +19,6 @@ from .device import describe
 from .extended_launch import ExtendedLaunch
 from .gemm_tile import SHARED_B, Load, shared_limit
 from .geometry import Maps, load_paths, operand_map
-from .launch import pack_params
 from .linear_logp_launch import (
     DELTAS,
     FOLDS,
@@ -251,6 +250,8 @@ class _Fused:
     def _made(
         self, rows: int, pointers: tuple[int, int, int, int], tile: FusedTile, stream: int
     ) -> tuple[ExtendedLaunch, bytes, bytes]:
+        from .launch import pack_params  # which needs CuPy
+
         problem, facts = self.problem, describe(self.problem.device.index)
         product = _product(problem, rows, pointers)
         shapes = map_shapes(product, (True, True))

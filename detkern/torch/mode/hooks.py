@@ -21,19 +21,32 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from . import coverage, entered
 
-__all__ = ["export_is_seen", "install"]
+__all__ = ["export_is_seen", "install", "never_a_graph"]
 
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _OUTER = "_detkern_recording"
 _installed = False
 # PyTorch before 2.7 has nothing to put a function around: kernels.py refuses to be traced there.
 export_is_seen = True
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_a_graph(function: F) -> F:
+    """For what takes any function of PyTorch as an argument. After a graph break dynamo compiles each function of
+    Python that is called, with no guard on an argument that is a method of C: the graph of one would run for another.
+    As a part of another function's graph it is traced as ever."""
+    _NEVER_A_GRAPH.append(function.__code__)
+    return function
+
+
+_NEVER_A_GRAPH = [coverage.name_of.__code__]
 
 
 def install() -> None:
@@ -172,6 +185,8 @@ def _around_compiled(module: ModuleType) -> None:
         return before(callback)
 
     module._maybe_set_eval_frame = _maybe_set_eval_frame  # type: ignore[attr-defined]
+    for code in _NEVER_A_GRAPH:
+        module.skip_code(code)
 
 
 def _around_export(module: ModuleType) -> None:
@@ -186,8 +201,10 @@ def _around_export(module: ModuleType) -> None:
         with entered.suspended(), before():
             yield
 
-    for holder in list(sys.modules.values()):  # those that have imported it too
-        if isinstance(holder, ModuleType) and vars(holder).get("_compiling_state_context") is before:
+    # Those that have imported it too. Modules of others may be lazy, and load when one looks into them.
+    for name, holder in list(sys.modules.items()):
+        seen = name.startswith("torch.") and isinstance(holder, ModuleType)
+        if seen and vars(holder).get("_compiling_state_context") is before:
             holder._compiling_state_context = compiling_state_context  # type: ignore[attr-defined]
 
 

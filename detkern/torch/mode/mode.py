@@ -146,6 +146,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
         hooks.install()
         entered.enter(self, lasting=lasting, outermost=outermost)
 
+    @hooks.never_a_graph
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.ended:
             return func(*args, **(kwargs or {}))
@@ -189,6 +190,7 @@ class batch_invariant_mode(TorchFunctionMode):  # type: ignore[misc]
                 return func(*args, **kwargs)
         return self.left_to_pytorch(func, name, args, kwargs)
 
+    @hooks.never_a_graph
     def left_to_pytorch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A call that may reach covered ops below Python: watched, where the mode is at work."""
         tensors = [] if torch.compiler.is_compiling() else _tensors((args, kwargs))

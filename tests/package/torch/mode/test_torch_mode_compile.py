@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -124,6 +125,21 @@ def test_a_mode_entered_in_the_compiled_function() -> None:
     with batch_invariant_mode(contract="fma"):
         wanted = X @ W
     assert same_bits(torch.compile(inside, backend="eager")(X, W), wanted)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_layer_built_in_the_compiled_function(inside: bool) -> None:
+    """The graph breaks at its parameters, and dynamo looks at each function that its initialisation calls."""
+
+    def build(x: Any) -> tuple[Any, Any]:
+        with batch_invariant_mode(contract="fma") if inside else contextlib.nullcontext():
+            layer = torch.nn.Linear(24, 5)
+            return layer, layer(x)
+
+    with contextlib.nullcontext() if inside else batch_invariant_mode(contract="fma"):
+        layer, y = torch.compile(build, backend="eager")(X)
+    with batch_invariant_mode(contract="fma"):
+        assert same_bits(y, layer(X))
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
