@@ -39,14 +39,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def never_a_graph(function: F) -> F:
-    """For what takes any function of PyTorch as an argument. After a graph break dynamo compiles each function of
-    Python that is called, with no guard on an argument that is a method of C: the graph of one would run for another.
-    As a part of another function's graph it is traced as ever."""
+    """For what takes any function of PyTorch as an argument, or asks the dispatcher. After a graph break dynamo
+    compiles each function of Python that is called, with no guard on an argument that is a method of C: the graph of
+    one would run for another. As a part of another function's graph it is traced as ever."""
     _NEVER_A_GRAPH.append(function.__code__)
     return function
 
 
-_NEVER_A_GRAPH = [coverage.name_of.__code__]
+_NEVER_A_GRAPH = [
+    function.__code__ for function in (coverage.name_of, entered.current, entered.is_recording, entered.record)
+]
 
 
 def install() -> None:
@@ -72,6 +74,7 @@ def _around_block(kind: Any) -> None:
     """A block that sets whether autograd records: what it sets holds for the mode too, until its end."""
     enter, leave = kind.__enter__, kind.__exit__
 
+    @never_a_graph
     @functools.wraps(enter)
     def entering(self: Any) -> Any:
         before = entered.is_recording()
@@ -81,6 +84,7 @@ def _around_block(kind: Any) -> None:
         self.__dict__[_OUTER] = before
         return result
 
+    @never_a_graph
     @functools.wraps(leave)
     def leaving(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
@@ -96,6 +100,7 @@ def _around_switch() -> None:
     """torch.set_grad_enabled(True) as a function."""
     before = torch.set_grad_enabled.__init__
 
+    @never_a_graph
     @functools.wraps(before)
     def init(self: Any, mode: bool) -> None:
         before(self, mode)
@@ -108,6 +113,7 @@ def _around_switch() -> None:
 def _around_backward() -> None:
     before = torch.autograd._engine_run_backward
 
+    @never_a_graph
     @functools.wraps(before)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         recording = entered.is_recording()
